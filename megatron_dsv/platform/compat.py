@@ -1,0 +1,199 @@
+"""What the megatron-core wheel needs mended on any host, with or without CUDA.
+
+`apply()` patches, `defaults()` are parser defaults. Every patch is one function that says what breaks, where, and when
+it can go; each looks at what it replaces first, and refuses a Megatron that it was not written for.
+"""
+
+import functools
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PIN = "0.19.2"
+_applied = False
+
+
+def apply() -> None:
+    """Mend Megatron in this process; idempotent. Call it before arguments are parsed.
+
+    Raises:
+        RuntimeError: a function to be patched does not look as in the pinned megatron-core.
+    """
+    global _applied
+    if _applied:
+        return
+    from megatron_dsv.platform import cpu
+
+    with warnings.catch_warnings():
+        # Ten warnings that Transformer Engine and Apex are absent: they are optional here, `dsv doctor` reports them.
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|transformer-engine|Apex).*")
+        cpu.preload()
+        import megatron.training.training  # noqa: F401
+    _keep_shipped_helpers()
+    _install_fused_adam()
+    _let_current_length_win()
+    _report_validation_without_ppl()
+    _applied = True
+
+
+def defaults() -> dict[str, Any]:
+    """Parser defaults (argparse `dest` -> value) for what is not installed; flags still win.
+
+    Without Transformer Engine: its layers and fusions off. Without nvidia-resiliency-ext: `--async-save` through
+    Megatron's own writer (`--async-strategy mcore`), and the persistent worker without which Megatron turns
+    `--async-save` off with a warning.
+    """
+    values: dict[str, Any] = {"use_persistent_ckpt_worker": True}
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        values["async_strategy"] = "mcore"
+    if importlib.util.find_spec("transformer_engine") is None:
+        values |= {
+            "transformer_impl": "local",
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "no_persist_layer_norm": True,
+        }
+    return values
+
+
+def _current(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    """The function `owner.name`, after a look at its leading parameter names."""
+    function = getattr(owner, name, None)
+    where = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+    if function is None:
+        raise RuntimeError(f"{where} does not exist: this version of megatron-dsv needs megatron-core=={PIN}")
+    found = tuple(inspect.signature(function).parameters)[: len(parameters)]
+    if found != parameters:
+        raise RuntimeError(
+            f"{where} takes {found}, expected {parameters}: this version of megatron-dsv needs megatron-core=={PIN}"
+        )
+    return function
+
+
+def _keep_shipped_helpers() -> None:
+    """Skip the compilation of dataset helpers that the wheel ships compiled.
+
+    `compile_helpers` (core/datasets/utils.py), called on rank 0 by `_compile_dependencies`, runs `make` in the wheel's
+    folder, which has no Makefile, and exits 1. Can go when the wheel's function looks for helpers_cpp first.
+    """
+    from megatron.core.datasets import utils
+
+    compile_helpers = _current(utils, "compile_helpers", ())
+    folder = Path(utils.__file__).parent
+
+    @functools.wraps(compile_helpers)
+    def compile_unless_shipped() -> None:
+        if not any(folder.glob("helpers_cpp*.so")):
+            compile_helpers()
+
+    utils.compile_helpers = compile_unless_shipped
+
+
+def _install_fused_adam() -> None:
+    """Give Megatron an Adam with which the distributed optimizer can resume where TE and Apex are absent.
+
+    `DistributedOptimizer.state_dict` and `.load_state_dict` (core/optimizer/distrib_optimizer.py) read torch's `step`
+    tensors from an optimizer that has not stepped: `assert len(steps) == 1`. With the step in the param group they take
+    the branch written for Apex. Can go when a run on torch's AdamW and `--use-distributed-optimizer` can resume.
+    """
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import distrib_optimizer
+
+    flags = (
+        (optimizers, "USING_PYTORCH_OPTIMIZER"),
+        (distrib_optimizer, "HAVE_APEX_OR_TE"),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER"),
+        (distrib_optimizer, "USING_TE_OPTIMIZER"),
+    )
+    for module, flag in flags:
+        if not isinstance(getattr(module, flag, None), bool):
+            raise RuntimeError(f"{module.__name__}.{flag} is not a flag: megatron-dsv needs megatron-core=={PIN}")
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    from megatron_dsv.platform.fused_adam import FusedAdam
+
+    optimizers.Adam = FusedAdam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+# Scheduler state -> flags, for what must be as it was saved, and for what follows from the length of the run.
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "--weight-decay or --start-weight-decay",
+    "end_wd": "--weight-decay or --end-weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+_LENGTH_FLAGS = {
+    "lr_decay_steps": "--train-iters, --lr-decay-iters or their samples",
+    "wd_incr_steps": "--train-iters or --train-samples",
+}
+
+
+def _let_current_length_win() -> None:
+    """Let a run be extended: a resume with another `--train-iters` follows the schedule of the current flags.
+
+    `OptimizerParamScheduler._check_and_set` (core/optimizer_param_scheduler.py) stops any resume whose schedule
+    differs, at a bare assertion; but a longer run differs by intent. Other differences still stop, with the flag's
+    name. Can go when Megatron treats the length apart from the rest.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    load_state_dict = _current(OptimizerParamScheduler, "load_state_dict", ("self", "state_dict"))
+
+    @functools.wraps(load_state_dict)
+    def load(self: Any, state_dict: dict[str, Any]) -> None:
+        if not (self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler):
+            state_dict = _with_current_length(self, state_dict)
+        load_state_dict(self, state_dict)
+
+    OptimizerParamScheduler.load_state_dict = load
+
+
+def _with_current_length(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved schedule with the current length in it; ValueError for any other difference."""
+    from megatron.training.utils import print_rank_0
+
+    lengths = {key for key in _LENGTH_FLAGS if key in saved and saved[key] != getattr(scheduler, key)}
+    if {"lr_warmup_steps", "lr_decay_steps"} <= saved.keys():
+        # A warm-up given as a fraction of the run follows its length.
+        same_fraction = (
+            saved["lr_warmup_steps"] * scheduler.lr_decay_steps == scheduler.lr_warmup_steps * saved["lr_decay_steps"]
+        )
+        if same_fraction and saved["lr_warmup_steps"] != scheduler.lr_warmup_steps:
+            lengths.add("lr_warmup_steps")
+    for key, flags in _SCHEDULE_FLAGS.items():
+        if key in saved and key not in lengths and saved[key] != getattr(scheduler, key):
+            raise ValueError(
+                f"{flags} gives {key} = {getattr(scheduler, key)!r}, but the checkpoint was saved with {saved[key]!r}; "
+                "give the saved value, or --override-opt_param-scheduler to take the current flags for the whole "
+                "schedule, or --use-checkpoint-opt_param-scheduler to take the checkpoint's"
+            )
+    if lengths:
+        changes = ", ".join(f"{key} {saved[key]} -> {getattr(scheduler, key)}" for key in sorted(lengths))
+        print_rank_0(f"> the length of the run follows the current flags (in samples): {changes}")
+    return saved | {key: getattr(scheduler, key) for key in lengths}
+
+
+def _report_validation_without_ppl() -> None:
+    """Report validation losses without a perplexity, which a diffusion loss does not have.
+
+    `evaluate_and_print_results` (training/training.py) prints exp(loss) as "PPL" beside every loss, and writes losses
+    to wandb only if TensorBoard is on, too. Can go when Megatron lets a model choose what is printed.
+    """
+    from megatron.training import training
+
+    from megatron_dsv.platform import validation
+
+    original = _current(training, "evaluate_and_print_results", validation.PARAMETERS)
+    _current(training, "evaluate", validation.EVALUATE_PARAMETERS)
+    training.evaluate_and_print_results = functools.wraps(original)(validation.evaluate_and_report)
+
