@@ -109,7 +109,7 @@ def describe(item: Field, kind: type) -> str:
     limits = [f"{words} {meta[key]}" for key, words in
               (("minimum", "at least"), ("above", "above"), ("maximum", "at most"), ("below", "below"))
               if meta[key] is not None]
-    return noun + (" " + " and ".join(limits) if limits else "")
+    return noun + (", " + " and ".join(limits) if limits else "")
 
 
 def _allowed(item: Field, value: Any) -> bool:

@@ -1,0 +1,233 @@
+"""The command line of a training run: configuration files, Megatron's parser and ours, defaults, one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import enum
+import importlib.util
+import io
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
+from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
+from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
+
+__all__ = ["defaults", "dry_parse", "parse", "parse_or_raise", "validate"]
+
+_EXIT_GRACE_SECONDS = 5.0
+
+
+class HostError(ValueError):
+    """Misuse that only this host may see, such as a folder that is not mounted here."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of the entry script; the result is also Megatron's global arguments.
+
+    A mistake ends the process with status 2 and one line on stderr, printed by rank 0 alone (by the first rank of
+    each host if it concerns the host), with no traceback.
+
+    Args:
+        argv: arguments without the program's name; ``--config`` may occur anywhere and more than once.
+    """
+    try:
+        return parse_or_raise(argv)
+    except (ValueError, NotImplementedError) as error:
+        _exit(error)
+
+
+def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
+    """What :func:`parse` does, with mistakes raised.
+
+    Raises:
+        ValueError: misuse, also of Megatron's own flags; one line with the flag, what is allowed and what it got.
+        NotImplementedError: unsupported; one line with the way out.
+    """
+    from megatron.training.global_vars import set_global_variables
+
+    with _quiet_ranks():
+        args = _parse_and_validate(argv, check_files=True)
+        with _megatron_errors(args):
+            set_global_variables(args)
+    return args
+
+
+def dry_parse(argv: Sequence[str], world_size: int, *, check_files: bool = False) -> argparse.Namespace:
+    """Parse and validate as rank 0 of ``world_size`` Hopper GPUs would, without changing any global state.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`parse_or_raise`.
+    """
+    import megatron.training.arguments as megatron_arguments
+
+    environment = {"RANK": "0", "WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    saved = {name: os.environ.get(name) for name in environment}
+    arch = megatron_arguments.get_device_arch_version
+    os.environ.update(environment)
+    megatron_arguments.get_device_arch_version = lambda: 9
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return _parse_and_validate(argv, check_files=check_files)
+    finally:
+        megatron_arguments.get_device_arch_version = arch
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def defaults(parser: argparse.ArgumentParser) -> None:
+    """Set the defaults in which a video DiT differs from a language model; flags and files still win."""
+    parser.set_defaults(
+        transformer_impl="local",
+        # The fused kernel is apex's, which is never required.
+        gradient_accumulation_fusion=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        no_persist_layer_norm=True,
+        position_embedding_type="none",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # Megatron wants a tokenizer and a sequence length; the real length comes from the data set.
+        tokenizer_type="NullTokenizer",
+        vocab_size=1,
+        seq_length=1,
+        max_position_embeddings=1,
+        dataloader_type="single",
+        calculate_per_token_loss=True,
+        ckpt_format="torch_dist",
+        dist_ckpt_optim_fully_reshardable=True,
+        # The other strategy needs nvidia-resiliency-ext.
+        async_strategy="mcore",
+    )
+    if not torch.cuda.is_available():
+        from megatron_dsv.platform import cpu
+
+        parser.set_defaults(**cpu.defaults())
+
+
+def _parse_and_validate(argv: Sequence[str], *, check_files: bool) -> argparse.Namespace:
+    """Parse, check with our rules, then with Megatron's; sets no global."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    expansion = Expansion(argv=[])
+    settings: dict[str, Any] = {}
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        nonlocal expansion
+        group = parser.add_argument_group("Configuration files")
+        group.add_argument("--config", nargs="+", default=None, metavar="YAML", help="YAML files or presets (such as "
+                           "model/wan2.1-1.3b); later files win, flags on the command line win over all of them.")
+        for cls in CONFIGS:
+            add_dataclass_arguments(parser, cls)
+        add_opposites(parser)
+        _name_enum_choices(parser)
+        defaults(parser)
+        expansion = expand(argv, parser)
+        settings.update(settings_of(expansion.argv, parser))
+        parser.error = lambda message: _refuse(message, parser, expansion)  # type: ignore[method-assign]
+        sys.argv = [sys.argv[0], *expansion.argv]
+        return parser
+
+    program = sys.argv
+    try:
+        args = parse_args(provider)
+    finally:
+        sys.argv = program
+    args.config = expansion.files
+    args.launch_argv = list(argv)
+    args.launch_settings = settings
+    args.launch_gpus = expansion.gpus
+    validate(args, check_files=False)
+    if check_files:
+        try:
+            check_data_folder(args.latent_data)
+        except ValueError as error:
+            raise HostError(str(error)) from None
+    args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
+    if args.tensor_model_parallel_size > 1:
+        # Megatron insists on it for TP before Blackwell; it only acts if set before CUDA starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with _megatron_errors(args):
+        validate_args(args, {})
+    return args
+
+
+def _refuse(message: str, parser: argparse.ArgumentParser, expansion: Expansion) -> NoReturn:
+    """argparse's complaint as one line that names the flag and the file that holds it."""
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        flags = [token for token in unknown if token.startswith("-")] or unknown
+        close = difflib.get_close_matches(flags[0].split("=")[0], list(parser._option_string_actions), n=1)
+        raise ValueError(f"unknown flag {flags[0]}" + (f"; did you mean {close[0]}?" if close else ""))
+    if message.startswith("argument "):
+        names, _, rest = message.removeprefix("argument ").partition(": ")
+        options = names.split("/")
+        file = next((expansion.origins[option] for option in options if option in expansion.origins), None)
+        space = " " if rest.startswith("must be") else ": "
+        raise ValueError(f"{file + ': ' if file else ''}{options[0]}{space}{rest}")
+    raise ValueError(message)
+
+
+def _name_enum_choices(parser: argparse.ArgumentParser) -> None:
+    """Megatron's enum flags raise KeyError on an unknown word; let them list the words instead."""
+    for action in parser._actions:
+        choices = list(action.choices or ())
+        if choices and all(isinstance(choice, enum.Enum) for choice in choices) and callable(action.type):
+            action.type = _enum_reader(action.type, [choice.name for choice in choices])
+
+
+def _enum_reader(read: Callable[[str], Any], names: list[str]) -> Callable[[str], Any]:
+    def checked(text: str) -> Any:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {text!r}")
+        return read(text)
+    return checked
+
+
+@contextlib.contextmanager
+def _megatron_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Turn Megatron's assertions about arguments into the ValueError that they mean."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        names = dict.fromkeys(re.findall(r"args\.(\w+)", line))
+        got = ", ".join(f"{flag_of(name)} {getattr(args, name)}" for name in names if hasattr(args, name))
+        # Many assertions carry no message: the asserted line and the values say what is wrong.
+        reason = " ".join(str(error).split()) or f"{line.removeprefix('assert ')}, got {got}"
+        raise ValueError(f"megatron-core refuses the arguments: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet_ranks() -> Iterator[None]:
+    """Megatron prints from every rank before torch.distributed is up; let rank 0 speak alone."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+    else:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+
+
+def _exit(error: Exception) -> NoReturn:
+    """Print on the one rank that speaks, then leave with status 2 on every rank."""
+    per_host = isinstance(error, HostError)
+    speaks = os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
+    if speaks:
+        where = f" on {socket.gethostname()}" if per_host and int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"{os.path.basename(sys.argv[0]) or 'megatron-dsv'}: error{where}: {error}", file=sys.stderr, flush=True)
+    else:
+        # A launcher kills every rank as soon as one has failed: the one that speaks must come first.
+        time.sleep(_EXIT_GRACE_SECONDS)
+    raise SystemExit(2)

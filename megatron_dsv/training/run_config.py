@@ -1,0 +1,62 @@
+"""What a run was started with, written into its folder before training."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import megatron_dsv
+
+
+def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Path | None:
+    """Write ``config.yaml``, ``resolved.yaml`` and a line of ``launches.txt``; rank 0 only.
+
+    ``config.yaml`` is the merged result of files and flags and repeats the run with ``--config config.yaml``;
+    ``resolved.yaml`` is every argument after validation; ``launches.txt`` gains a line per launch.
+
+    Args:
+        args: what :func:`megatron_dsv.training.arguments.parse` returned.
+        folder: where to; default ``--save``, else ``--tensorboard-dir``.
+
+    Returns:
+        The path of ``config.yaml``, or None on other ranks and for a run that has no folder.
+    """
+    folder = folder or args.save or args.tensorboard_dir
+    if args.rank != 0 or folder is None:
+        return None
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    versions = {"megatron-dsv": megatron_dsv.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("megatron-core", "torch")}
+    header = (f"# {', '.join(f'{name} {version}' for name, version in versions.items())}; {args.world_size} ranks\n"
+              f"# {shlex.join(args.launch_argv)}\n")
+    _replace(target / "config.yaml", header + yaml.safe_dump(args.launch_settings, sort_keys=False, width=120))
+    resolved = {name: _plain(value) for name, value in sorted(vars(args).items()) if not name.startswith("_")}
+    _replace(target / "resolved.yaml", yaml.safe_dump(resolved, width=120))
+    stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    with (target / "launches.txt").open("a", encoding="utf-8") as log:
+        log.write(f"{stamp} ranks={args.world_size} {shlex.join(args.launch_argv)}\n")
+    return target / "config.yaml"
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return getattr(value, "name", None) or str(value)

@@ -1,0 +1,173 @@
+"""What a launch may ask for, checked on every rank before any of them builds anything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.config_fields import from_args
+from megatron_dsv.data.config import DataConfig
+from megatron_dsv.diffusion.config import FlowConfig
+from megatron_dsv.models.config import VideoDiTConfig
+from megatron_dsv.training.config import TrainingConfig
+
+CONFIGS: tuple[type[Any], ...] = (DSVConfig, VideoDiTConfig, FlowConfig, DataConfig, TrainingConfig)
+"""The dataclasses whose fields are flags, in the order of the help text."""
+
+_REQUIRED = {
+    "num_layers": "use a preset such as --config model/debug",
+    "hidden_size": "use a preset such as --config model/debug",
+    "num_attention_heads": "use a preset such as --config model/debug",
+    "micro_batch_size": "1 is usual for video",
+    "lr": "1e-4 is usual for pretraining",
+    "latent_data": "make a data set with `dsv prepare`",
+}
+
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    # argument: (the supported value, way out)
+    "context_parallel_size": (1, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
+    "hybrid_context_parallel": (False, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
+    "use_megatron_fsdp": (False, "use --use-distributed-optimizer"),
+    "use_torch_fsdp2": (False, "use --use-distributed-optimizer"),
+    "num_layers_per_virtual_pipeline_stage": (None, "use --pipeline-model-parallel-size alone"),
+    "num_virtual_stages_per_pipeline_rank": (None, "use --pipeline-model-parallel-size alone"),
+    "pipeline_model_parallel_layout": (None, "use --pipeline-model-parallel-size alone"),
+    "cuda_graph_impl": ("none", "leave it unset: selections change shape from step to step"),
+    "enable_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
+    "external_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
+    "fp8": (None, "use --bf16"),
+    "fp4": (None, "use --bf16"),
+    "num_experts": (None, "leave it unset: the model is dense in its feed-forward layers"),
+    "expert_model_parallel_size": (1, "leave it unset: the model has no experts"),
+    "multi_latent_attention": (False, "leave it unset"),
+    "mtp_num_layers": (None, "leave it unset: a diffusion model predicts no tokens"),
+    "hybrid_layer_pattern": (None, "use --num-layers"),
+    "hybrid_override_pattern": (None, "use --num-layers"),
+    "heterogeneous_layers_config_path": (None, "use --num-layers"),
+    "heterogeneous_layers_config_encoded_json": (None, "use --num-layers"),
+    "group_query_attention": (False, "leave it unset: a key/value head per query head"),
+    "attention_dropout": (0.0, "leave it at 0: the attention kernels have no dropout"),
+    "yaml_cfg": (None, "use --config, which leaves the command line in force"),
+    "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
+    "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
+}
+
+_FOREIGN_DATA = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def validate(args: argparse.Namespace, *, check_files: bool = True) -> None:
+    """Check the parsed arguments before Megatron sees them.
+
+    Args:
+        args: parsed, with ``world_size`` set; not yet changed by Megatron's own validation.
+        check_files: whether the data folder must exist; off in dry runs.
+
+    Raises:
+        ValueError: misuse; one line with the flag, what is allowed and what it got.
+        NotImplementedError: unsupported; one line with the way out.
+    """
+    for cls in CONFIGS:
+        from_args(cls, args).validate()
+    _check_supported(args)
+    _check_required(args)
+    _check_model(args)
+    _check_layout(args)
+    _check_transformer_impl(args)
+    if check_files:
+        check_data_folder(args.latent_data)
+
+
+def check_data_folder(folder: str) -> None:
+    """Raise ValueError unless ``folder`` exists and holds what ``dsv prepare`` writes."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"--latent-data must be a folder written by `dsv prepare`, got {folder}, which "
+                         f"{'is not a folder' if path.exists() else 'does not exist'}")
+    if not (path / "dataset.json").is_file():
+        raise ValueError(f"--latent-data must be a folder written by `dsv prepare`, got {folder}, which holds no "
+                         "dataset.json; prepare it, or point to the folder that has one")
+
+
+def _check_supported(args: argparse.Namespace) -> None:
+    for name, (supported, way_out) in _UNSUPPORTED.items():
+        got = getattr(args, name, supported)
+        if got != supported and not (supported is None and got is False):
+            flag = "--" + {"fp8": "fp8_format", "fp4": "fp4_format"}.get(name, name).replace("_", "-")
+            shown = "" if got is True else f" {got}"
+            raise NotImplementedError(f"{flag}{shown} is not supported; {way_out}")
+    if args.optimizer not in ("adam", "sgd"):
+        raise NotImplementedError(f"--optimizer {args.optimizer} is not supported; use adam")
+    for name in _FOREIGN_DATA:
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} is for text, got {getattr(args, name)}; use --latent-data")
+    if args.mock_data:
+        raise ValueError("--mock-data is for text; use --latent-data with a small set from `dsv prepare`")
+    if not args.calculate_per_token_loss:
+        raise ValueError("--no-calculate-per-token-loss is not allowed: the loss is a sum over valid tokens, divided "
+                         "by their global count")
+    if args.position_embedding_type != "none":
+        raise ValueError(f"--position-embedding-type must be none, got {args.position_embedding_type}; positions of a "
+                         "video are set with --dit-position")
+
+
+def _check_required(args: argparse.Namespace) -> None:
+    for name, way_out in _REQUIRED.items():
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is required, got nothing; {way_out}")
+    if args.train_iters is None and args.train_samples is None and not args.skip_train:
+        raise ValueError("--train-iters or --train-samples is required, got neither")
+    if args.save is not None and args.save_interval is None:
+        raise ValueError("--save needs --save-interval (steps between checkpoints), got none")
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer of at least 1, got {getattr(args, name)}")
+    heads = args.num_attention_heads
+    if args.kv_channels is None and args.hidden_size % heads:
+        raise ValueError(f"--hidden-size must be a multiple of --num-attention-heads {heads}, got {args.hidden_size}")
+    head_dim = args.kv_channels or args.hidden_size // heads
+    if args.dit_position == "rope" and head_dim % 2:
+        raise ValueError(f"--dit-position rope needs an even head size, got {head_dim} (--hidden-size / "
+                         "--num-attention-heads); use --dit-position sincos")
+    if args.dit_position == "rope" and head_dim < 6:
+        raise ValueError(f"--dit-position rope needs a head size of at least 6, two channels for each of the three "
+                         f"axes, got {head_dim}; use --dit-position sincos")
+    if args.dit_position == "sincos" and args.hidden_size < 6:
+        raise ValueError(f"--dit-position sincos needs --hidden-size of at least 6, got {args.hidden_size}")
+
+
+def _check_layout(args: argparse.Namespace) -> None:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer of at least 1, got {getattr(args, name)}")
+    for name in ("num_attention_heads", "hidden_size", "ffn_hidden_size"):
+        value = getattr(args, name)
+        if value is not None and value % tp:
+            raise ValueError(f"--tensor-model-parallel-size must divide --{name.replace('_', '-')} {value}, got {tp}")
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    if args.num_layers % pp and not uneven:
+        raise ValueError(f"--pipeline-model-parallel-size must divide --num-layers {args.num_layers}, got {pp}")
+    if args.world_size % (tp * pp):
+        raise ValueError("--tensor-model-parallel-size x --pipeline-model-parallel-size must divide the number of "
+                         f"ranks {args.world_size}, got {tp} x {pp}")
+    data_parallel = args.world_size // (tp * pp)
+    if args.global_batch_size is not None and args.global_batch_size % (args.micro_batch_size * data_parallel):
+        raise ValueError("--global-batch-size must be a multiple of --micro-batch-size x data-parallel ranks "
+                         f"({args.micro_batch_size} x {data_parallel}), got {args.global_batch_size}")
+    if args.sequence_parallel and tp == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1; drop the flag")
+
+
+def _check_transformer_impl(args: argparse.Namespace) -> None:
+    if args.transformer_impl not in ("local", "transformer_engine"):
+        raise NotImplementedError(f"--transformer-impl {args.transformer_impl} is not supported; use local or "
+                                  "transformer_engine")
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError("--transformer-impl transformer_engine needs Transformer Engine, which is not installed; "
+                         "install the extra `te` or use --transformer-impl local")
