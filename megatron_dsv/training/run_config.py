@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import enum
 import importlib.metadata
 import os
 import shlex
@@ -53,10 +54,12 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
-    return getattr(value, "name", None) or str(value)
+    return str(value)

@@ -1,0 +1,68 @@
+"""The attention scheme of a context-parallel group of one rank: everything is local.
+
+Dims: s tokens, b batch, h query heads, G key/value heads, d head dim, r predictor rank, P proxies a group, Nq groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_dsv.kernels.dense_attention.api import dense_attention
+from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention.api import sparse_attention
+
+Select = Callable[[Tensor, Tensor, range, range], KVSelection]
+"""``select(q_lr [Nq*P, b, h, r], k_lr [s, b, G, r], head_ids, query_group_ids)``; ids are global."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What ``begin`` promises to ``attend``.
+
+    Attributes:
+        selection: what each query group attends to, or None for dense attention.
+        kv_length: int32 [b] on the CPU; keys at or after it are padding. Read only when ``selection`` is None.
+    """
+
+    selection: KVSelection | None
+    kv_length: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LocalScheme:
+    """AttentionScheme for context-parallel size 1.
+
+    Args:
+        dense_backend: ``dense_attention`` backend.
+        sparse_backend: ``sparse_attention`` backend.
+        deterministic: ask both for bitwise repeatable gradients.
+    """
+
+    dense_backend: str = "auto"
+    sparse_backend: str = "auto"
+    deterministic: bool = False
+
+    def begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: None = None) -> Pending:
+        """Selects key/value blocks from low-rank queries and keys (``Select`` gives the shapes)."""
+        heads = range(q_lr.shape[2])
+        groups = range(q_lr.shape[0])
+        return Pending(select(q_lr, k_lr, heads, groups))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pending: Pending, *, softmax_scale: float) -> Tensor:
+        """Attention of q [s, b, h, d] over k, v [s, b, G, d]; returns [s, b, h, d]."""
+        if pending.selection is None:
+            return dense_attention(q, k, v, kv_length=pending.kv_length, softmax_scale=softmax_scale,
+                                   backend=self.dense_backend, deterministic=self.deterministic)
+        return sparse_attention(q, k, v, pending.selection, softmax_scale=softmax_scale,
+                                backend=self.sparse_backend, deterministic=self.deterministic)
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows ``rows`` (int64 [n], global token numbers) of x [s, ...]."""
+        return x.index_select(0, rows)
+
+    def reduce_rows(self, sums: Tensor) -> Tensor:
+        """Statistics of rows whose keys are spread over ranks; one rank holds whole rows, so this is the identity."""
+        return sums

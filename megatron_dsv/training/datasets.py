@@ -1,0 +1,129 @@
+"""Map-style data sets for Megatron's samplers: latent records joined with the noise, timestep and text drop of a sample.
+
+Everything is a pure function of the seed and the global sample index, so tensor- and pipeline-parallel ranks agree,
+data-parallel ranks differ, and a resumed run draws what the straight run would have drawn.
+
+Dims: C latent channels, T, Y, X latent frames, rows, columns; L text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from megatron_dsv.config_fields import from_args
+from megatron_dsv.data.holdout import split_buckets
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.data.sample_order import SampleOrder
+from megatron_dsv.diffusion.config import FlowConfig
+from megatron_dsv.diffusion.draws import draw, validation_draw
+
+Shape = tuple[int, int, int, int]
+
+
+class DiffusionDataset(torch.utils.data.Dataset):
+    """Training samples in the order of ``SampleOrder``.
+
+    Args:
+        latents: the prepared data set.
+        buckets: record numbers by latent shape (C, T, Y, X).
+        length: samples that the run may ask for.
+        seed: of the run.
+        group_size: the global batch size; samples of one global batch share a shape.
+        flow: the objective's configuration.
+    """
+
+    split = Split.train
+
+    def __init__(self, latents: LatentDataset, buckets: dict[Shape, list[int]], *, length: int, seed: int,
+                 group_size: int, flow: FlowConfig) -> None:
+        self._latents = latents
+        self._records = [buckets[shape] for shape in sorted(buckets)]
+        self._order = SampleOrder([len(records) for records in self._records], seed, group_size)
+        self._length = length
+        self._seed = seed
+        self._flow = flow
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Sample ``index``: latents and noise fp32 [C, T, Y, X], timestep fp32 [], text fp32 [L, D], index."""
+        sample = self._latents[self._records[self._order.bucket(index)][self._order.record(index)]]
+        drawn = draw(self._seed, index, tuple(sample["latents"].shape), self._flow)
+        text = self._latents.null_text if drawn.drop_text else sample["text"]
+        return _item(sample["latents"], text, drawn.noise, drawn.timestep, index)
+
+
+class ValidationDataset(torch.utils.data.Dataset):
+    """The same held-out samples, with the same noise and timesteps, in every evaluation.
+
+    Args:
+        latents: the prepared data set.
+        buckets: held-out record numbers by latent shape.
+        pass_size: samples of one evaluation; the next one starts over.
+        length: samples that the run may ask for, over all evaluations.
+        group_size: the global batch size of evaluation.
+        seed: fixed, not the run's, so that runs can be compared.
+    """
+
+    split = Split.valid
+
+    def __init__(self, latents: LatentDataset, buckets: dict[Shape, list[int]], *, pass_size: int, length: int,
+                 group_size: int, seed: int = 0) -> None:
+        self._latents = latents
+        self._records = [buckets[shape] for shape in sorted(buckets)]
+        self._order = SampleOrder([len(records) for records in self._records], seed, group_size)
+        self._pass_size = pass_size
+        self._length = length
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """As ``DiffusionDataset``, text never dropped, timesteps spread evenly over a pass."""
+        index %= self._pass_size
+        sample = self._latents[self._records[self._order.bucket(index)][self._order.record(index)]]
+        drawn = validation_draw(self._seed, index, self._pass_size, tuple(sample["latents"].shape))
+        return _item(sample["latents"], sample["text"], drawn.noise, drawn.timestep, index)
+
+
+class DatasetProvider:
+    """Megatron's data set provider.
+
+    Args:
+        args: parsed arguments.
+        latents: the prepared data set.
+    """
+
+    is_distributed = True
+    """Every rank builds the data sets: all of them need the batch, and none has to be told it."""
+
+    def __init__(self, args: argparse.Namespace, latents: LatentDataset) -> None:
+        self._args = args
+        self._latents = latents
+
+    def __call__(self, num_samples: tuple[int, int, int],
+                 vp_stage: int | None = None) -> tuple[DiffusionDataset, ValidationDataset | None, None]:
+        """Training and validation sets for (train, valid, test) sample numbers; there is no test set."""
+        args = self._args
+        train, valid = split_buckets(self._latents.buckets, self._latents.checksums, args.latent_valid_samples)
+        training = DiffusionDataset(self._latents, train, length=max(1, num_samples[0]), seed=args.seed,
+                                    group_size=args.global_batch_size, flow=from_args(FlowConfig, args))
+        if not valid or not args.eval_iters:
+            return training, None, None
+        batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+        # Megatron starts evaluation where the last one ended, also after a change of --train-iters.
+        length = max(num_samples[1], args.consumed_valid_samples + num_samples[1]) + batch
+        return training, ValidationDataset(self._latents, valid, pass_size=args.eval_iters * batch, length=length,
+                                           group_size=batch), None
+
+
+def _item(latents: Tensor, text: Tensor, noise: Tensor, timestep: float, index: int) -> dict[str, Any]:
+    return {"latents": latents, "text": text, "noise": noise,
+            "timestep": torch.tensor(timestep, dtype=torch.float32), "index": index}

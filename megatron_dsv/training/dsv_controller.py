@@ -1,0 +1,177 @@
+"""Drives DSV once a step: predictor updates, profiles, the dense -> sparse gate. It reaches Megatron through one hook.
+
+Dims: h heads of one tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.sparsity.profile import GroupProfile, update_running
+from megatron_dsv.sparsity.schedule import LayerState, Stage, advance
+from megatron_dsv.training.predictor_optimizer import PredictorOptimizer, PredictorStep
+from megatron_dsv.transformer.self_attention import DSVSelfAttention
+
+
+@dataclass(frozen=True)
+class DSVGroups:
+    """The process groups that DSV reduces over.
+
+    Attributes:
+        data: ranks that hold the same model parameters (data x context parallel).
+        tensor: tensor-parallel ranks of one layer.
+        pipeline: pipeline stages of one model.
+        model: all ranks of one model (tensor x pipeline).
+    """
+
+    data: ProcessGroup
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    model: ProcessGroup
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer's numbers, for the log; NaN where nothing was measured."""
+
+    layer: int
+    sparse: bool
+    sparsity: float
+    keep_ratio: float
+    recall: float
+
+
+class DSVController:
+    """Owns nothing but the order of events; state lives in the layers, so checkpoints carry it.
+
+    Args:
+        model: the model chunks of this rank (wrapped or not).
+        dsv: the sparse-attention configuration.
+        groups: process groups.
+        num_layers: of the whole model.
+    """
+
+    def __init__(self, model: Iterable[nn.Module], dsv: DSVConfig, groups: DSVGroups, num_layers: int) -> None:
+        self.dsv = dsv
+        self.groups = groups
+        self.num_layers = num_layers
+        self.attentions = {module.layer_number: module for chunk in model for module in chunk.modules()
+                           if isinstance(module, DSVSelfAttention)}
+        predictors = {number: attention.predictor for number, attention in self.attentions.items()
+                      if attention.predictor is not None}
+        self.optimizer = PredictorOptimizer(
+            predictors, data_group=groups.data, tensor_group=groups.tensor, model_group=groups.model,
+            weight_decay=dsv.dsv_predictor_weight_decay, clip_grad=dsv.dsv_predictor_clip_grad) if predictors else None
+        self.num_tokens = 0
+        self.last_step: PredictorStep | None = None
+        self.profiled_at: int | None = None
+        self.layer_reports: list[LayerReport] = []
+        self._step: int | None = None
+        self._first_step: int | None = None
+
+    def begin_micro_batch(self, step: int, num_tokens: int) -> None:
+        """To be called before each training micro-batch's forward; acts once a step.
+
+        Args:
+            step: finished steps of the run.
+            num_tokens: real tokens of a sample.
+        """
+        self.num_tokens = num_tokens
+        if step == self._step:
+            return
+        if self._first_step is None:
+            self._first_step = step
+        self._step = step
+        profiles = self._profiles(step)
+        for attention in self.attentions.values():
+            attention.begin_step(step, profiles=profiles)
+
+    def end_step(self) -> None:
+        """To be called once a step, after the last backward and before the backbone's optimizer."""
+        if self._step is None or self.optimizer is None:
+            return
+        self.last_step = self.optimizer.step(
+            {number: self._learning_rate(attention) for number, attention in self.attentions.items()})
+        if self._profiles(self._step):
+            self._absorb_profiles()
+            self.profiled_at = self._step
+            self.layer_reports = self.report_layers()
+        for attention in self.attentions.values():
+            attention.cache.clear()
+
+    def report_layers(self) -> list[LayerReport]:
+        """All layers of the model, gathered over the pipeline; every rank must call it."""
+        rows = torch.zeros(self.num_layers, 4, dtype=torch.float64)
+        for number, attention in self.attentions.items():
+            if attention.statistics is None:
+                continue
+            means = attention.statistics.layer_means()
+            rows[number - 1] = torch.tensor([
+                attention.selector.attends_sparsely(self.num_tokens), means["sparsity"],
+                attention.selector.keep_ratio(), means["recall"]])
+        device = next(iter(self.attentions.values())).linear_proj.weight.device
+        rows = rows.to(device)
+        torch.distributed.all_reduce(rows, group=self.groups.pipeline)
+        return [LayerReport(number, bool(sparse), sparsity, keep, recall)
+                for number, (sparse, sparsity, keep, recall) in enumerate(rows.tolist(), start=1)]
+
+    def _profiles(self, step: int) -> bool:
+        """Every so many steps, and at a launch's first step if nothing has been measured yet."""
+        if self.optimizer is None:
+            return False
+        measured = all(attention.selector.budgets(1) is not None for attention in self.attentions.values())
+        return step % self.dsv.dsv_profile_interval == 0 or (step == self._first_step and not measured)
+
+    def _learning_rate(self, attention: DSVSelfAttention) -> float:
+        sparse = attention.selector.attends_sparsely(self.num_tokens)
+        return self.dsv.dsv_predictor_lr * (self.dsv.dsv_predictor_sparse_lr_scale if sparse else 1.0)
+
+    def _absorb_profiles(self) -> None:
+        """Sums the profiles over data-parallel ranks and lets every layer take its next state.
+
+        All ranks of a layer see the same sums, so they decide alike.
+        """
+        for attention in self.attentions.values():
+            statistics = attention.statistics
+            assert statistics is not None
+            if statistics.pending is None:
+                continue
+            stacked = statistics.pending.stacked().double()
+            torch.distributed.all_reduce(stacked, group=self.groups.data)
+            observed = GroupProfile.from_stacked(stacked).means()
+            running = update_running(statistics.running(), observed, self.dsv.dsv_profile_momentum)
+            state = statistics.state()
+            recall = float(self._layer_means(observed)[2])
+            if self.dsv.dsv_sparse_stage == Stage.AUTO:
+                state = self._advance(state, recall)
+            statistics.update(running, self._layer_means(running), state)
+            statistics.pending = None
+
+    def _advance(self, state: LayerState, recall: float) -> LayerState:
+        return advance(state, recall, gate_recall=self.dsv.dsv_gate_recall, gate_passes=self.dsv.dsv_gate_passes)
+
+    def _layer_means(self, per_head: Tensor) -> Tensor:
+        """[3, h] of this rank -> [3], the mean over the heads of all tensor-parallel ranks."""
+        total = per_head.double().mean(-1)
+        torch.distributed.all_reduce(total, group=self.groups.tensor)
+        return (total / self.groups.tensor.size()).float()
+
+
+def finalize_with(controller: Callable[[], DSVController | None], finalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``finalize_model_grads_func`` with the controller's ``end_step`` after it."""
+
+    def finalize_and_end_step(*args: Any, **kwargs: Any) -> Any:
+        result = finalize(*args, **kwargs)
+        current = controller()
+        if current is not None:
+            current.end_step()
+        return result
+
+    return finalize_and_end_step

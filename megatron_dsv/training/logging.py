@@ -1,0 +1,101 @@
+"""Adds DSV's numbers to Megatron's log lines: stdout, TensorBoard, wandb."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from megatron_dsv.training.dsv_controller import LayerReport
+from megatron_dsv.training.flops import forward_flops, peak_tflops
+from megatron_dsv.training.run import TrainingRun
+
+
+def install(run: TrainingRun) -> None:
+    """Wraps Megatron's ``training_log``, which has no hook of its own: our numbers follow each of its lines."""
+    from megatron.training import training
+
+    original = training.training_log
+    steps_since_log = 0
+
+    def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any,
+                     **kwargs: Any) -> Any:
+        nonlocal steps_since_log
+        steps_since_log += 1
+        due = iteration % run.args.log_interval == 0
+        seconds = training.get_timers()("interval-time").elapsed(reset=False) / steps_since_log if due else 0.0
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        if due:
+            _write(_numbers(run, seconds), iteration)
+            steps_since_log = 0
+        if run.controller is not None and run.controller.profiled_at == iteration - 1:
+            _write_layers(run.controller.layer_reports, iteration)
+        return result
+
+    training.training_log = training_log
+
+
+def _numbers(run: TrainingRun, seconds: float) -> dict[str, float]:
+    """What a log line adds; every rank takes part, because bins are summed over the data-parallel group."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    numbers = run.loss_bins.take(parallel_state.get_data_parallel_group(with_context_parallel=True)) \
+        if parallel_state.is_pipeline_last_stage() else {}
+    controller = run.controller
+    if controller is None:
+        return numbers
+    samples = get_current_global_batch_size()
+    tokens = samples * controller.num_tokens
+    reports = controller.layer_reports
+    kept = [report.keep_ratio if report.sparse else 1.0 for report in reports] or None
+    world = torch.distributed.get_world_size()
+    dense, useful = (3 * samples * forward_flops(run.args, controller.num_tokens, ratios) / seconds / world / 1e12
+                     for ratios in (None, kept))
+    numbers |= {"dsv/tokens_per_second": tokens / seconds, "dsv/tflops_dense": dense, "dsv/tflops_useful": useful}
+    peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if peak is not None:
+        numbers["dsv/mfu"] = useful / peak
+    if controller.last_step is not None:
+        numbers["dsv/predictor_loss"] = float(controller.last_step.loss)
+        numbers["dsv/predictor_grad_norm"] = float(controller.last_step.grad_norm)
+        numbers["dsv/predictor_skipped_layers"] = len(controller.last_step.skipped_layers)
+    if reports:
+        numbers["dsv/sparse_layers"] = sum(report.sparse for report in reports)
+        for name in ("sparsity", "keep_ratio", "recall"):
+            values = [getattr(report, name) for report in reports if not math.isnan(getattr(report, name))]
+            if values:
+                numbers[f"dsv/{name}"] = sum(values) / len(values)
+    return numbers
+
+
+def _write(numbers: dict[str, float], iteration: int) -> None:
+    from megatron.training import get_tensorboard_writer, get_wandb_writer, training
+
+    line = " | ".join(f"{name}: {value:.4g}" for name, value in numbers.items())
+    training.print_rank_last(f" step {iteration:8d} | {line}")
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in numbers.items():
+        if writer:
+            writer.add_scalar(name, value, iteration)
+    if wandb and training.is_last_rank():
+        wandb.log(numbers, iteration)
+
+
+def _write_layers(reports: list[LayerReport], iteration: int) -> None:
+    """The table of layers, after each profile."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer, training
+
+    rows = "".join(
+        f"\n   layer {report.layer:3d}  {'sparse' if report.sparse else 'dense ':6s}  sparsity {report.sparsity:.3f}  "
+        f"keep {report.keep_ratio:.3f}  recall {report.recall:.3f}" for report in reports)
+    training.print_rank_last(f" profile at step {iteration}:{rows}")
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    numbers = {f"dsv/layer_{report.layer:03d}/{name}": float(getattr(report, name)) for report in reports
+               for name in ("sparse", "sparsity", "keep_ratio", "recall")}
+    for name, value in numbers.items():
+        if writer:
+            writer.add_scalar(name, value, iteration)
+    if wandb and training.is_last_rank():
+        wandb.log(numbers, iteration)

@@ -1,0 +1,63 @@
+"""The training program: arguments -> data -> Megatron's `pretrain()`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_dsv.platform import compat, cpu
+
+
+def main(argv: list[str]) -> None:
+    """Trains as the command line says; a mistake ends the process with one line and status 2.
+
+    Args:
+        argv: the command line without the program's name.
+    """
+    cpu.enable()
+    compat.apply()
+    from megatron_dsv.training import arguments
+
+    args = arguments.parse(argv)
+    try:
+        _train(args)
+    except (_checkpoint_error(), _data_error()) as error:
+        arguments.exit_with(error)
+
+
+def _train(args: Any) -> None:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.training import training
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_dsv.config_fields import from_args
+    from megatron_dsv.config import DSVConfig
+    from megatron_dsv.data.latent_dataset import LatentDataset
+    from megatron_dsv.training import ema, logging, run_config
+    from megatron_dsv.training.builders import build_model
+    from megatron_dsv.training.checkpoint_guard import guard
+    from megatron_dsv.training.datasets import DatasetProvider
+    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups, finalize_with
+    from megatron_dsv.training.forward_step import forward_step
+    from megatron_dsv.training.run import TrainingRun
+
+    run = TrainingRun(args, LatentDataset(args.latent_data))
+    run.set_sequence_length()
+
+    def model_provider(pre_process: bool = True, post_process: bool = True, config: Any = None,
+                       pg_collection: Any = None, vp_stage: int | None = None) -> Any:
+        model = build_model(args, pre_process, post_process, pg_collection, vp_stage)
+        groups = DSVGroups(data=model.pg_collection.dp_cp, tensor=model.pg_collection.tp,
+                           pipeline=model.pg_collection.pp, model=model.pg_collection.mp)
+        run.controller = DSVController([model], from_args(DSVConfig, args), groups, args.num_layers)
+        model.config.finalize_model_grads_func = finalize_with(lambda: run.controller, finalize_model_grads)
+        return model
+
+    training.load_checkpoint = guard(training.load_checkpoint, args)
+    logging.install(run)
+    run_config.write_run_config(args)
+    training.pretrain(
+        pretrain_cfg_container_from_args(args), DatasetProvider(args, run.latents), ModelType.encoder_or_decoder,
+        functools.partial(forward_step, run), model_provider=model_provider,
+        get_embedding_ranks=lambda ranks: [ranks[0]], get_position_embedding_ranks=lambda ranks: [ranks[0]])

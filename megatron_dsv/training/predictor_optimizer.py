@@ -1,0 +1,121 @@
+"""Reduces and applies the predictors' gradients: AdamW of its own, apart from the backbone's optimizer.
+
+The functional AdamW is torch's; its moments live in the predictors as buffers, so they reshard with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.optim.adamw import adamw
+
+from megatron_dsv.transformer.predictor import LowRankPredictor
+
+
+@dataclass(frozen=True)
+class PredictorStep:
+    """What one update did: mean loss of this rank's layers, gradient norm over all predictors, layers left out."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped_layers: list[int]
+
+
+class PredictorOptimizer:
+    """AdamW over the predictors of this pipeline stage.
+
+    Args:
+        predictors: by layer number; every rank of a data-parallel and tensor-parallel group holds the same layers.
+        data_group: ranks that hold the same predictor parameters; gradients are averaged over it.
+        tensor_group: ranks that hold other heads of the same layers.
+        model_group: all ranks that together hold one model; the gradient norm is taken over it.
+        weight_decay, clip_grad: see DSVConfig; 0 switches either off.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(self, predictors: dict[int, LowRankPredictor], *, data_group: ProcessGroup,
+                 tensor_group: ProcessGroup, model_group: ProcessGroup, weight_decay: float, clip_grad: float,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.predictors = predictors
+        self.data_group = data_group
+        self.tensor_group = tensor_group
+        self.model_group = model_group
+        self.weight_decay = weight_decay
+        self.clip_grad = clip_grad
+        self.betas = betas
+        self.eps = eps
+
+    @torch.no_grad()
+    def step(self, learning_rates: dict[int, float]) -> PredictorStep:
+        """Averages the accumulated gradients, clips them by their own norm, applies them and clears them.
+
+        A layer with a non-finite gradient on any rank is zeroed on all of them before the reduction and keeps its
+        weights and moments: the backbone never notices.
+
+        Args:
+            learning_rates: by layer number.
+        """
+        layers = list(self.predictors)
+        bad = self._non_finite_layers(layers)
+        for layer in bad:
+            self.predictors[layer].clear()
+        grads = [grad for layer in layers for grad in self.predictors[layer].grads()]
+        losses, counts = self._reduce(layers, grads)
+        for layer, count in zip(layers, counts.clamp_min(1).tolist(), strict=True):
+            for grad in self.predictors[layer].grads():
+                grad.div_(count)
+        norm = self._norm(grads)
+        if self.clip_grad > 0:
+            scale = (self.clip_grad / (norm + 1e-6)).clamp_max(1.0)
+            for grad in grads:
+                grad.mul_(scale.to(grad.dtype))
+        for layer in layers:
+            if layer not in bad:
+                self._apply(self.predictors[layer], learning_rates[layer])
+            self.predictors[layer].clear()
+        mean_losses = losses / counts.clamp_min(1)
+        used = (counts > 0).sum().clamp_min(1)
+        return PredictorStep(mean_losses.sum() / used, norm, bad)
+
+    def _non_finite_layers(self, layers: Sequence[int]) -> list[int]:
+        """Layers with a NaN or infinite gradient on some rank of the data- or tensor-parallel group."""
+        flags = torch.stack([
+            torch.stack([~torch.isfinite(grad).all() for grad in self.predictors[layer].grads()]).any()
+            for layer in layers]).to(torch.int32)
+        for group in (self.data_group, self.tensor_group):
+            torch.distributed.all_reduce(flags, op=ReduceOp.MAX, group=group)
+        return [layer for layer, flag in zip(layers, flags.tolist(), strict=True) if flag]
+
+    def _reduce(self, layers: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Sums gradients, losses and micro-batch counts over the data-parallel group, in one buffer each."""
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        torch.distributed.all_reduce(flat, group=self.data_group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+        predictors = [self.predictors[layer] for layer in layers]
+        counts = torch.tensor([float(predictor.loss_count) for predictor in predictors], dtype=torch.float64)
+        sums = torch.stack([torch.cat([predictor.get_buffer("loss_sum") for predictor in predictors]),
+                            counts.to(flat.device)])
+        torch.distributed.all_reduce(sums, group=self.data_group)
+        # Tensor-parallel ranks hold other heads of the same layers: the layer's loss is their mean.
+        losses = sums[0].clone()
+        torch.distributed.all_reduce(losses, group=self.tensor_group)
+        return losses / self.tensor_group.size(), sums[1]
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        total = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        torch.distributed.all_reduce(total, group=self.model_group)
+        return total.sqrt()
+
+    def _apply(self, predictor: LowRankPredictor, learning_rate: float) -> None:
+        step = predictor.get_buffer("adam_step")
+        weights = predictor.weights()
+        adamw(weights, predictor.grads(), predictor.moments("exp_avg"), predictor.moments("exp_avg_sq"), [],
+              [step.clone() for _ in weights], foreach=True, capturable=step.is_cuda, amsgrad=False,
+              beta1=self.betas[0], beta2=self.betas[1], lr=learning_rate, weight_decay=self.weight_decay,
+              eps=self.eps, maximize=False)
+        step.add_(1)

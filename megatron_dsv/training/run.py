@@ -1,0 +1,60 @@
+"""What one launch shares between Megatron's callbacks: arguments, data, controller. It replaces module-level globals."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.config_fields import from_args
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.models.config import VideoDiTConfig
+from megatron_dsv.models.layouts import latent_layout
+from megatron_dsv.sparsity.token_layout import TokenLayout
+from megatron_dsv.training.dsv_controller import DSVController
+from megatron_dsv.training.loss_bins import LossBins
+
+
+@dataclass
+class TrainingRun:
+    """State of a launch.
+
+    Attributes:
+        args: parsed arguments; Megatron keeps ``curr_iteration`` in them.
+        latents: the prepared data set.
+        controller: drives DSV; None until the model is built.
+        loss_bins: loss by timestep since the last log line.
+    """
+
+    args: argparse.Namespace
+    latents: LatentDataset
+    controller: DSVController | None = None
+    loss_bins: LossBins = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loss_bins = LossBins(self.args.flow_loss_bins)
+        self.dsv = from_args(DSVConfig, self.args)
+        self.dit = from_args(VideoDiTConfig, self.args)
+        self.layout = functools.lru_cache(maxsize=256)(self._layout)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def num_tokens(self, latent_shape: tuple[int, int, int]) -> int:
+        """Real tokens of a latent video (T, Y, X)."""
+        return self.layout(latent_shape).num_tokens
+
+    def set_sequence_length(self) -> None:
+        """Tells Megatron the longest padded sequence of the data set; pipeline stages size their buffers by it."""
+        shapes = sorted(self.latents.buckets)
+        self.args.latent_shapes = [list(shape) for shape in shapes]
+        longest = max(self.layout(shape[1:]).padded_length for shape in shapes)
+        self.args.seq_length = self.args.max_position_embeddings = longest
+
+    def _layout(self, latent_shape: tuple[int, int, int]) -> TokenLayout:
+        return latent_layout(latent_shape, self.dit, self.dsv, self.args.tensor_model_parallel_size)

@@ -1,0 +1,119 @@
+"""Turns low-rank queries and keys of one layer into a KVSelection, within the layer's measured budgets.
+
+Dims: S tokens, b batch, h local query heads, G local key/value heads, r predictor rank, P proxies a group, Nq query
+groups, Nk key/value blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.kernels.block_scores.api import block_scores
+from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.sparsity.budget import BudgetPolicy
+from megatron_dsv.sparsity.dispatcher import use_sparse
+from megatron_dsv.sparsity.schedule import Stage, attends_sparsely
+from megatron_dsv.sparsity.selection_rules import select
+from megatron_dsv.sparsity.token_layout import TokenLayout
+from megatron_dsv.sparsity.windows import window_selection
+from megatron_dsv.transformer.layer_statistics import LayerStatistics
+
+
+class Selector:
+    """The selection policy of one layer.
+
+    Args:
+        dsv: the sparse-attention configuration.
+        layer_number: global, from 1.
+        query_heads: global numbers of the local query heads.
+        num_kv_heads: G.
+        head_dim: for the dispatcher's cost table.
+        statistics: the layer's measured statistics and schedule state.
+    """
+
+    def __init__(self, dsv: DSVConfig, *, layer_number: int, query_heads: range, num_kv_heads: int, head_dim: int,
+                 statistics: LayerStatistics | None) -> None:
+        self.dsv = dsv
+        self.layer_number = layer_number
+        self.query_heads = query_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.statistics = statistics
+        self._policy = BudgetPolicy(dsv.dsv_keep_ratio, dsv.dsv_min_keep_ratio)
+        self._windows: dict[tuple, KVSelection] = {}
+
+    def keep_ratio(self) -> float:
+        """Share of blocks that this layer keeps on average over all heads; NaN before the first profile."""
+        if self.dsv.dsv_keep_ratio is not None:
+            return self.dsv.dsv_keep_ratio
+        if self.statistics is None:
+            return math.nan
+        return max(self.statistics.layer_block_fraction(), self.dsv.dsv_min_keep_ratio)
+
+    def attends_sparsely(self, num_tokens: int) -> bool:
+        """Whether this layer attends to predicted keys only, at its current budget and place in the schedule."""
+        if self.statistics is None:
+            return False
+        if not attends_sparsely(Stage(self.dsv.dsv_sparse_stage), self.statistics.state()):
+            return False
+        keep = self.keep_ratio()
+        if math.isnan(keep):
+            return False
+        return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
+                          dense_above=self.dsv.dsv_dense_above).sparse
+
+    def window(self, layout: TokenLayout, batch: int, device: torch.device) -> KVSelection:
+        """The window baseline of ``layout``, with its key-major twin; built once a shape."""
+        assert self.dsv.window_fraction is not None
+        key = (layout, batch, device)
+        if key not in self._windows:
+            self._windows[key] = window_selection(
+                layout, self.dsv.window_fraction, q_block_size=self.dsv.dsv_q_block_size,
+                kv_block_size=self.dsv.dsv_kv_block_size, b=batch, h=len(self.query_heads), G=self.num_kv_heads,
+                device=device).with_transposed()
+        return self._windows[key]
+
+    def budgets(self, num_blocks: int) -> list[int] | None:
+        """Blocks that each local head keeps of ``num_blocks`` valid ones; None before the first profile."""
+        assert self.statistics is not None
+        fractions = self.statistics.block_fractions()
+        if self.dsv.dsv_keep_ratio is None and any(math.isnan(fraction) for fraction in fractions):
+            return None
+        return self._policy.head_budgets(fractions, num_blocks)
+
+    def __call__(self, q_lr: Tensor, k_lr: Tensor, head_ids: range, query_group_ids: range, *, kv_length: Tensor,
+                 num_queries: int) -> KVSelection:
+        """Selection from proxies q_lr [Nq * P, b, h, r] and keys k_lr [S, b, G, r]; kv_length int32 [b] on the CPU.
+
+        Without a budget (nothing measured yet) every block is selected.
+        """
+        dsv, num_keys = self.dsv, k_lr.shape[0]
+        if dsv.dsv_freeze_selection:
+            scores = self._frozen_scores(q_lr.shape[1], num_queries, num_keys, q_lr.device)
+        else:
+            scores = block_scores(q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
+                                  proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction,
+                                  softmax_scale=k_lr.shape[-1]**-0.5)
+        budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
+        return select(
+            scores, rule=dsv.dsv_selection_rule if budgets is not None else "all", num_kv_heads=self.num_kv_heads,
+            num_queries=num_queries, num_keys=num_keys, q_block_size=dsv.dsv_q_block_size,
+            kv_block_size=dsv.dsv_kv_block_size, head_budgets=budgets, theta=dsv.dsv_budget_mass,
+            score_kind=dsv.dsv_score_reduction, kv_length=kv_length, query_length=kv_length,
+            keep_own_block=dsv.dsv_keep_own_block)
+
+    def _frozen_scores(self, batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Scores that depend on layer, head and shape alone: the same selection in every layout and at every step."""
+        groups = -(-num_queries // self.dsv.dsv_q_block_size)
+        blocks = -(-num_keys // self.dsv.dsv_kv_block_size)
+        heads = []
+        for head in self.query_heads:
+            digest = hashlib.sha256(f"frozen/{self.layer_number}/{head}/{groups}/{blocks}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            heads.append(torch.rand(groups, blocks, generator=generator))
+        return torch.stack(heads)[None].expand(batch, -1, -1, -1).to(device)
