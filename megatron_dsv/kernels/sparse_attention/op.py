@@ -1,0 +1,126 @@
+"""The custom ops ``megatron_dsv::sparse_attention_forward`` and ``_backward``: opaque to torch.compile, with autograd.
+
+Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, Nq query groups, Nk key blocks, d head
+dim. A selection travels flat: its tensors, its key-major twin's tensors (or None), and its sizes
+[num_queries, num_keys, q_block_size, kv_block_size, max_row_count].
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.kernels.attention_layout import lse_dtype
+from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention import reference
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference", "triton")
+
+_SELECTION = ("Tensor kv_indices, Tensor row_start, Tensor row_count, Tensor kv_length, Tensor? twin_indices, "
+              "Tensor? twin_start, Tensor? twin_count, SymInt[] sizes")
+
+
+def flatten(selection: KVSelection) -> tuple:
+    """The selection as the eight arguments of the ops."""
+    twin = selection.transposed
+    twin_tensors = (None, None, None) if twin is None else (twin.kv_indices, twin.row_start, twin.row_count)
+    sizes = [selection.num_queries, selection.num_keys, selection.q_block_size, selection.kv_block_size,
+             selection.max_row_count]
+    return (selection.kv_indices, selection.row_start, selection.row_count, selection.kv_length, *twin_tensors, sizes)
+
+
+def unflatten(kv_indices: Tensor, row_start: Tensor, row_count: Tensor, kv_length: Tensor, twin_indices: Tensor | None,
+              twin_start: Tensor | None, twin_count: Tensor | None, sizes: list[int]) -> KVSelection:
+    """The inverse of ``flatten``."""
+    num_queries, num_keys, q_block_size, kv_block_size, max_row_count = sizes
+    shared = {"kv_length": kv_length, "num_queries": num_queries, "num_keys": num_keys, "q_block_size": q_block_size,
+              "kv_block_size": kv_block_size}
+    twin = None
+    if twin_indices is not None:
+        twin = KVSelection(kv_indices=twin_indices, row_start=twin_start, row_count=twin_count,
+                           max_row_count=-(-num_queries // q_block_size), **shared)
+    return KVSelection(kv_indices=kv_indices, row_start=row_start, row_count=row_count, max_row_count=max_row_count,
+                       transposed=twin, **shared)
+
+
+@torch.library.custom_op(
+    "megatron_dsv::sparse_attention_forward", mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SELECTION}, float softmax_scale, str backend, bool deterministic) "
+           "-> (Tensor, Tensor)")
+def sparse_attention_forward(q, k, v, kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count,
+                             sizes, softmax_scale, backend, deterministic):
+    """out [s, b, h, d] and lse [b, h, s]; ``deterministic`` only travels on to the backward."""
+    selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
+    match _resolve(backend, q.device.type):
+        case "reference":
+            return reference.forward(q, k, v, selection, softmax_scale=softmax_scale)
+        case "triton":
+            from megatron_dsv.kernels.sparse_attention.triton import launch
+            return launch.forward(q, k, v, selection, softmax_scale=softmax_scale)
+
+
+@sparse_attention_forward.register_fake
+def _(q, k, v, kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes, softmax_scale,
+      backend, deterministic):
+    s, b, h, d = q.shape
+    return q.new_empty((s, b, h, d)), q.new_empty((b, h, s), dtype=lse_dtype(q))
+
+
+@torch.library.custom_op(
+    "megatron_dsv::sparse_attention_backward", mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SELECTION}, float softmax_scale, "
+           "str backend, bool deterministic) -> (Tensor, Tensor, Tensor)")
+def sparse_attention_backward(dout, q, k, v, out, lse, kv_indices, row_start, row_count, kv_length, twin_indices,
+                              twin_start, twin_count, sizes, softmax_scale, backend, deterministic):
+    """dq [s, b, h, d], dk and dv [sk, b, G, d]."""
+    selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
+    match _resolve(backend, q.device.type):
+        case "reference":
+            return reference.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale)
+        case "triton":
+            from megatron_dsv.kernels.sparse_attention.triton import launch
+            return launch.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale,
+                                   deterministic=deterministic)
+
+
+@sparse_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes,
+      softmax_scale, backend, deterministic):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *selection, sizes, softmax_scale, backend, deterministic = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, *selection)
+    ctx.options = (sizes, softmax_scale, backend, deterministic)
+
+
+def _autograd_backward(ctx, dout: Tensor, _dlse: Tensor | None):
+    q, k, v, out, lse, *selection = ctx.saved_tensors
+    # Autograd may hand over an expanded gradient, whose last stride is 0.
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    grads = sparse_attention_backward(dout, q, k, v, out, lse, *selection, *ctx.options)
+    return (*grads, *(None for _ in selection), *(None for _ in ctx.options))
+
+
+sparse_attention_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def _resolve(backend: str, device_type: str) -> str:
+    if backend != "auto":
+        return backend
+    chosen = "triton" if device_type == "cuda" else "reference"
+    _log_choice(chosen, device_type)
+    return chosen
+
+
+@functools.cache
+def _log_choice(chosen: str, device_type: str) -> None:
+    logger.info("sparse_attention: backend='auto' took %r because the tensors lie on a %s device", chosen, device_type)
