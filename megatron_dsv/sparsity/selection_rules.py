@@ -122,7 +122,7 @@ def select(scores: Tensor, *, rule: str, num_kv_heads: int, num_queries: int, nu
         head_budgets: h blocks per row, host ints of at least 1.
         head_floors: h host ints, fewest blocks per row for the mass rules; default 1.
         head_caps: h host ints, most blocks per row for the mass rules; default all of them.
-        theta: target share of the mass, in (0, 1].
+        theta: target share of the mass for the mass rules, in (0, 1] (``--dsv-budget-mass``).
         score_kind: what the scores are: ``mass`` (not negative), ``lse`` (log-sum-exp, turned into masses by a
             softmax over the row) or ``max`` (a ranking only, for rules that do not sum).
         kv_length: real keys: None for all, an int, or an integer tensor [b] or [b, G].
@@ -251,7 +251,7 @@ def _rule(name: str, score_kind: str, theta: float) -> SelectionRule:
         raise ValueError(f"--dsv-selection-rule {name} sums scores, so --dsv-score-reduction must be mass or lse, "
                          "got max; use rule topk with it")
     if not 0.0 < theta <= 1.0:
-        raise ValueError(f"--dsv-theta must be in (0, 1], got {theta}")
+        raise ValueError(f"theta of a selection must be in (0, 1], got {theta}")
     return RULES[name]
 
 

@@ -1,5 +1,7 @@
 """Window attention as a KVSelection: the baselines WA-M (1/3 of each dimension) and WA-L (2/3) of the DSV paper.
 
+The fractions that ``--dsv-attention`` offers are ``megatron_dsv.config.WINDOWS`` (DSV, section 5).
+
 Dims: T, H, W video tokens along time, height, width; s slots of the layout; Nq query groups, Nk key/value blocks;
 b batch, h query heads, G key/value heads.
 """
@@ -13,9 +15,6 @@ from torch import Tensor
 
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
 from megatron_dsv.sparsity.token_layout import TokenLayout
-
-WINDOW_FRACTIONS: dict[str, float] = {"window-1/3": 1 / 3, "window-2/3": 2 / 3}
-"""Values of ``--dsv-attention`` -> share of each dimension (DSV, section 5: WA-M and WA-L)."""
 
 
 def window_size(length: int, fraction: float) -> int:

@@ -158,6 +158,12 @@ def test_forced_blocks_stay_even_with_the_worst_scores_and_count_towards_the_bud
     assert raised.row_count.eq(3).all()
 
 
+def test_mass_keeps_every_forced_block_though_the_first_one_holds_the_mass():
+    scores = torch.tensor([[[[0.9, 0.0, 0.05, 0.05]]]])
+    rows = kept_sets(basic(scores, rule="mass", theta=0.5, prefix_blocks=2))
+    assert rows == [[[[0, 1]]]]
+
+
 def test_rows_of_a_part_of_the_sequence_know_their_own_block():
     torch.manual_seed(1)
     scores = torch.rand(1, 2, 6, 6)
@@ -197,7 +203,7 @@ def test_infinite_scores_stay_scores():
     ({"rule": "best"}, r"--dsv-selection-rule must be one of all, mass, topk, topk-mass, got 'best'"),
     ({"rule": "mass", "score_kind": "max"}, r"mass sums scores.*use rule topk"),
     ({"score_kind": "sum"}, r"--dsv-score-reduction must be one of"),
-    ({"theta": 0.0}, r"--dsv-theta must be in \(0, 1\], got 0.0"),
+    ({"theta": 0.0}, r"theta of a selection must be in \(0, 1\], got 0.0"),
     ({"head_budgets": [1]}, r"head_budgets must be 2 ints"),
     ({"head_budgets": [1, 0]}, r"head_budgets must be 2 ints of at least 1"),
     ({"head_budgets": None}, r"rule 'topk' needs head_budgets"),

@@ -26,7 +26,7 @@ def expected_order(grid: tuple[int, ...], cube: tuple[int, ...]) -> list[tuple[i
     return order
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(grid=st.tuples(sizes, sizes, sizes), cube=st.tuples(cubes, cubes, cubes), pad=st.integers(1, 50))
 def test_order_is_that_of_plain_loops_and_round_trips(grid, cube, pad):
     layout = TokenLayout(grid, cube, pad)

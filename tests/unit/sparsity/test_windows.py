@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
+from megatron_dsv.config import WINDOWS
 from megatron_dsv.kernels.selection import DENSE_ROW
 from megatron_dsv.sparsity.token_layout import TokenLayout
-from megatron_dsv.sparsity.windows import WINDOW_FRACTIONS, window_selection, window_size
+from megatron_dsv.sparsity.windows import window_selection, window_size
 
 
 def oracle(layout: TokenLayout, fraction: float, qb: int, kvb: int) -> list[set[int]]:
@@ -55,7 +56,7 @@ def test_rows_are_the_blocks_that_touch_the_box(grid, cube, qb, kvb, fraction):
 def test_token_windows_keep_the_papers_share():
     layout = TokenLayout((6, 9, 12), (2, 2, 2), 8)
     for name, share in (("window-1/3", 1 / 27), ("window-2/3", 8 / 27)):
-        selection = window_selection(layout, WINDOW_FRACTIONS[name], q_block_size=8, kv_block_size=1, b=1, h=1, G=1,
+        selection = window_selection(layout, WINDOWS[name], q_block_size=8, kv_block_size=1, b=1, h=1, G=1,
                                      device="cpu")
         kept = selection.row_count[selection.row_count > 0].float() / layout.num_tokens
         assert torch.allclose(kept, torch.full_like(kept, share))

@@ -1,0 +1,241 @@
+"""The profile: how sparse attention truly is, what budget that needs, and how much a selection recalls.
+
+Three numbers per query head, each a mean over what was sampled:
+* ``sparsity``: per single query, the share of the keys outside its smallest set that reaches ``theta`` of the softmax
+  mass. The paper's definition (DSV, section 1); reported, never used as a budget.
+* ``block_fraction``: per query group, the share of the whole blocks, best first by the group's true mass, that reach
+  ``budget_mass``. This is what a budget at that granularity needs; it is larger than 1 - sparsity.
+* ``recall``: per query group, the share of its true mass that a given selection keeps.
+
+Sums and counts are kept apart so that micro-batches add up and ranks can all-reduce them before any division.
+
+Dims: s keys, n query groups, g tokens per group, b batch, h query heads, G key/value heads, d head size, Nk blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.sparsity.lengths import Length, key_lengths, query_lengths
+
+_TILE_ELEMENTS = 2**24
+"""Attention probabilities held at once (64 MiB in fp32)."""
+
+FIELDS = ("sparsity", "block_fraction", "recall")
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """Sums over the sample, per head.
+
+    Attributes:
+        sums: fp32 [3, h] (fp64 for fp64 inputs), rows in the order of ``FIELDS``.
+        counts: like ``sums``: queries behind ``sparsity``, groups behind ``block_fraction`` and ``recall``.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+    def __add__(self, other: GroupProfile) -> GroupProfile:
+        return GroupProfile(self.sums + other.sums, self.counts + other.counts)
+
+    def stacked(self) -> Tensor:
+        """[2, 3, h], sums and counts in one tensor for an all-reduce by addition."""
+        return torch.stack((self.sums, self.counts))
+
+    @staticmethod
+    def from_stacked(stacked: Tensor) -> GroupProfile:
+        """Inverse of ``stacked``."""
+        return GroupProfile(stacked[0], stacked[1])
+
+    def means(self) -> Tensor:
+        """[3, h] in the order of ``FIELDS``; NaN where nothing was sampled (recall without a selection)."""
+        return self.sums / self.counts
+
+    def mean(self, field: str) -> Tensor:
+        """[h], one row of ``means``.
+
+        Raises:
+            ValueError: a name outside ``FIELDS``.
+        """
+        if field not in FIELDS:
+            raise ValueError(f"profile field must be one of {', '.join(FIELDS)}, got {field!r}")
+        return self.means()[FIELDS.index(field)]
+
+
+def initial_running(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """A running profile that has seen nothing: fp32 [3, h] of NaN, rows in the order of ``FIELDS``."""
+    return torch.full((len(FIELDS), num_heads), torch.nan, device=device)
+
+
+def update_running(running: Tensor, observed: Tensor, momentum: float = 0.9) -> Tensor:
+    """``momentum * running + (1 - momentum) * observed``, entry by entry (DSV, section 2.3).
+
+    The first observation of an entry is taken whole; a NaN observation leaves its entry as it was.
+
+    Raises:
+        ValueError: ``momentum`` outside [0, 1).
+    """
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"--dsv-profile-momentum must be in [0, 1), got {momentum}")
+    observed = observed.to(running.dtype)
+    mixed = torch.where(running.isnan(), observed, momentum * running + (1.0 - momentum) * observed)
+    return torch.where(observed.isnan(), running, mixed)
+
+
+def profile_query_groups(q: Tensor, k: Tensor, *, group_ids: Tensor, q_block_size: int, kv_block_size: int,
+                         softmax_scale: float, theta: float, budget_mass: float, kv_length: Length = None,
+                         query_length: Length = None, selection: KVSelection | None = None,
+                         sparsity_stride: int = 1) -> GroupProfile:
+    """Profile some query groups of a whole sequence.
+
+    Args:
+        q: [s, b, h, d].
+        k: [s, b, G, d].
+        group_ids: int64 [n], numbers of the groups to sample.
+        query_length: real queries: None for all, an int, or [b].
+        selection: what the predictor chose for this q and k, all groups; None leaves ``recall`` without a count.
+
+    The other arguments, the result and the errors are those of ``profile_gathered_groups``.
+    """
+    rows = gathered_rows(group_ids, q_block_size).to(q.device)
+    reals = query_lengths(query_length, batch=q.shape[1], num_queries=q.shape[0], device=q.device)
+    valid = rows[:, None] < reals.clamp_max(q.shape[0])
+    kept = None if selection is None else selected_blocks(selection, group_ids)
+    return profile_gathered_groups(
+        q.index_select(0, rows.clamp_max(q.shape[0] - 1)), k, valid_rows=valid, q_block_size=q_block_size,
+        kv_block_size=kv_block_size, softmax_scale=softmax_scale, theta=theta, budget_mass=budget_mass,
+        kv_length=kv_length, kept_blocks=kept, sparsity_stride=sparsity_stride)
+
+
+def gathered_rows(group_ids: Tensor, q_block_size: int) -> Tensor:
+    """int64 [n*g]: sequence positions of the groups' tokens; a ragged last group runs past the end."""
+    return (group_ids.long()[:, None] * q_block_size
+            + torch.arange(q_block_size, device=group_ids.device)).reshape(-1)
+
+
+def selected_blocks(selection: KVSelection, group_ids: Tensor) -> Tensor:
+    """bool [b, h, n, Nk]: the blocks that some groups of a selection keep. Reads no other group's list."""
+    ids = group_ids.to(selection.row_start.device)
+    part = replace(selection, row_start=selection.row_start[:, :, ids], row_count=selection.row_count[:, :, ids],
+                   num_queries=ids.numel() * selection.q_block_size, transposed=None)
+    return part.block_mask()
+
+
+@torch.no_grad()
+def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, q_block_size: int, kv_block_size: int,
+                            softmax_scale: float, theta: float, budget_mass: float, kv_length: Length = None,
+                            kept_blocks: Tensor | None = None, sparsity_stride: int = 1) -> GroupProfile:
+    """Profile query groups that were gathered from wherever they live.
+
+    Works head by head with at most ``_TILE_ELEMENTS`` probabilities (or one group's) in memory, in fp32, or in fp64
+    for fp64 inputs. Padded queries and keys take no part. Nothing waits for the device. NaN inputs make NaN results.
+
+    Args:
+        q_groups: [n*g, b, h, d], group after group.
+        k: [s, b, G, d], every key of the sequence.
+        valid_rows: bool [n*g, b]; False for queries that are padding.
+        q_block_size: g.
+        kv_block_size: tokens per block of the selection to be budgeted; 1 for single tokens.
+        softmax_scale: factor on q k^T.
+        theta: mass of a query's critical keys, in (0, 1]; the key that crosses it is critical.
+        budget_mass: mass that a group's budget must hold, in (0, 1].
+        kv_length: real keys: None for all, an int, or [b] or [b, G].
+        kept_blocks: bool [b, h, n, Nk], what a selection keeps of each group; None leaves ``recall`` without a count.
+        sparsity_stride: measure ``sparsity`` on every such query only; it sorts all keys of each of them.
+
+    Returns:
+        Sums and counts per head, on the device of ``k``.
+
+    Raises:
+        ValueError: shapes that do not fit, or a mass outside (0, 1].
+    """
+    n, nk = _check(q_groups, k, valid_rows, q_block_size, kv_block_size, theta, budget_mass, kept_blocks,
+                   sparsity_stride)
+    s, b, g_kv, _ = k.shape
+    h = q_groups.shape[2]
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    lengths = key_lengths(kv_length, batch=b, num_kv_heads=g_kv, num_keys=s, device=k.device)
+    sums = torch.zeros(len(FIELDS), h, dtype=dtype, device=k.device)
+    counts = torch.zeros_like(sums)
+    step = max(1, _TILE_ELEMENTS // (q_block_size * s))
+    for batch in range(b):
+        for head in range(h):
+            kv_head = head // (h // g_kv)
+            keys, length = k[:, batch, kv_head].to(dtype), lengths[batch, kv_head]
+            for first in range(0, n, step):
+                last = min(first + step, n)
+                tile = slice(first * q_block_size, last * q_block_size)
+                real = valid_rows[tile, batch].reshape(-1, q_block_size) & (length > 0)
+                mass = _softmax_mass(q_groups[tile, batch, head].to(dtype), keys, length, softmax_scale)
+                mass = mass.reshape(last - first, q_block_size, s)
+                kept = None if kept_blocks is None else kept_blocks[batch, head, first:last]
+                values, samples = _tile_sums(mass, real, length, kept, nk, kv_block_size, theta, budget_mass,
+                                             sparsity_stride)
+                sums[:, head] += values
+                counts[:, head] += samples
+    return GroupProfile(sums, counts)
+
+
+def _softmax_mass(q: Tensor, k: Tensor, length: Tensor, softmax_scale: float) -> Tensor:
+    """[rows, s] probabilities over the real keys, 0 for padding."""
+    padding = torch.arange(k.shape[0], device=k.device) >= length
+    logits = q @ k.masked_fill(padding[:, None], 0.0).T * softmax_scale
+    return logits.masked_fill_(padding, -torch.inf).softmax(-1)
+
+
+def _tile_sums(mass: Tensor, real: Tensor, length: Tensor, kept: Tensor | None, nk: int, kv_block_size: int,
+               theta: float, budget_mass: float, sparsity_stride: int) -> tuple[Tensor, Tensor]:
+    """Sums and counts [3] over the groups of mass [groups, g, s] whose queries are real [groups, g]."""
+    queries = real[:, ::sparsity_stride]
+    critical = _smallest_set(mass[:, ::sparsity_stride], theta)
+    sparsity = (1.0 - critical / length).masked_fill(~queries, 0.0).sum()
+
+    groups = real.any(1)
+    group_mass = mass.masked_fill(~real[..., None], 0.0).sum(1)
+    group_mass = torch.nn.functional.pad(group_mass, (0, nk * kv_block_size - mass.shape[-1]))
+    blocks = group_mass.reshape(-1, nk, kv_block_size).sum(-1)
+    valid_blocks = (length + kv_block_size - 1) // kv_block_size
+    fraction = (_smallest_set(blocks, budget_mass) / valid_blocks).masked_fill(~groups, 0.0).sum()
+
+    recall, recalls = torch.zeros_like(sparsity), torch.zeros_like(groups)
+    if kept is not None:
+        share = blocks.masked_fill(~kept, 0.0).sum(-1) / blocks.sum(-1)
+        recall, recalls = share.masked_fill(~groups, 0.0).sum(), groups
+    samples = torch.stack((queries.sum(), groups.sum(), recalls.sum())).to(mass.dtype)
+    return torch.stack((sparsity, fraction, recall)), samples
+
+
+def _smallest_set(mass: Tensor, target: float) -> Tensor:
+    """Entries of the smallest set along the last dimension whose share of the mass reaches ``target``; NaN stays."""
+    running = mass.sort(dim=-1, descending=True).values.cumsum(-1)
+    total = running[..., -1]
+    count = (running < target * total[..., None]).sum(-1) + 1
+    return torch.where(total.isnan(), total, count.to(total.dtype))
+
+
+def _check(q_groups: Tensor, k: Tensor, valid_rows: Tensor, q_block_size: int, kv_block_size: int, theta: float,
+           budget_mass: float, kept_blocks: Tensor | None, sparsity_stride: int) -> tuple[int, int]:
+    for name, value in (("--dsv-theta", theta), ("--dsv-budget-mass", budget_mass)):
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{name} must be in (0, 1], got {value}")
+    if sparsity_stride < 1:
+        raise ValueError(f"sparsity_stride must be at least 1, got {sparsity_stride}")
+    if q_groups.dim() != 4 or q_groups.shape[0] % q_block_size:
+        raise ValueError(f"q_groups must be [n * {q_block_size}, b, h, d], got {tuple(q_groups.shape)}")
+    if k.dim() != 4 or k.shape[1] != q_groups.shape[1] or k.shape[3] != q_groups.shape[3] \
+            or q_groups.shape[2] % k.shape[2]:
+        raise ValueError(f"k must be [s, b, G, d] with h a multiple of G for q {tuple(q_groups.shape)}, "
+                         f"got {tuple(k.shape)}")
+    if valid_rows.shape != q_groups.shape[:2] or valid_rows.dtype != torch.bool:
+        raise ValueError(f"valid_rows must be bool {tuple(q_groups.shape[:2])}, "
+                         f"got {valid_rows.dtype} {tuple(valid_rows.shape)}")
+    n, nk = q_groups.shape[0] // q_block_size, -(-k.shape[0] // kv_block_size)
+    expected = (q_groups.shape[1], q_groups.shape[2], n, nk)
+    if kept_blocks is not None and tuple(kept_blocks.shape) != expected:
+        raise ValueError(f"kept_blocks must be [b, h, n, Nk] = {list(expected)}, got {list(kept_blocks.shape)}")
+    return n, nk
