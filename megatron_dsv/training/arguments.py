@@ -133,6 +133,10 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool) -> argparse.N
         _name_enum_choices(parser)
         defaults(parser)
         expansion = expand(argv, parser)
+        if any(token.split("=")[0] == "--yaml-cfg" for token in expansion.argv):
+            # Megatron would replace the parsed arguments before anything could check them.
+            raise NotImplementedError(
+                "--yaml-cfg is not supported; use --config: the command line then stays in force")
         settings.update(settings_of(expansion.argv, parser))
         parser.error = lambda message: _refuse(message, parser, expansion)  # type: ignore[method-assign]
         sys.argv = [sys.argv[0], *expansion.argv]

@@ -50,7 +50,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "heterogeneous_layers_config_encoded_json": (None, "use --num-layers"),
     "group_query_attention": (False, "leave it unset: a key/value head per query head"),
     "attention_dropout": (0.0, "leave it at 0: the attention kernels have no dropout"),
-    "yaml_cfg": (None, "use --config, which leaves the command line in force"),
     "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
     "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
 }
