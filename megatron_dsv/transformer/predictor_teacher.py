@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.sparsity.predictor_loss import predictor_loss, sample_rows
+from megatron_dsv.sparsity.predictor_loss import predictor_loss
 from megatron_dsv.sparsity.profile import GroupProfile, profile_query_groups
+from megatron_dsv.sparsity.sampling import sample_groups, sample_rows
 from megatron_dsv.transformer.predictor import LowRankPredictor
 from megatron_dsv.transformer.rope3d import RopeTables, apply_rope
 
@@ -43,21 +44,16 @@ def low_rank_keys(predictor: LowRankPredictor, source: PredictorInput, weights: 
 
 
 def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Tensor, *, dsv: DSVConfig,
-          kv_length: Tensor, softmax_scale: float, step: int, held_out: Tensor | None) -> None:
+          kv_length: Tensor, softmax_scale: float, step: int) -> None:
     """Adds the gradients of one micro-batch's predictor loss to the predictor.
 
     Args:
         q, k: true queries [S, b, h, d] and keys [S, b, G, d].
         kv_length: int32 [b] on the CPU.
         step: of the run; it moves the sampled rows.
-        held_out: query groups that a profile examines at this step; their rows are not trained on.
     """
-    rows = sample_rows(int(kv_length.min()), dsv.dsv_predictor_query_stride, step)
-    if held_out is not None:
-        rows = rows[~torch.isin(rows // dsv.dsv_q_block_size, held_out)]
-    if rows.numel() == 0:
-        return
-    rows = rows.to(q.device)
+    rows = sample_rows(int(kv_length.min()), dsv.dsv_predictor_query_stride, step,
+                       q_block_size=dsv.dsv_q_block_size).to(q.device)
     leaves = [weight.detach().requires_grad_() for weight in predictor.weights()]
     with torch.enable_grad():
         q_lr = low_rank_queries(predictor, source, rows, leaves)
@@ -69,17 +65,12 @@ def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Ten
     predictor.accumulate(loss.detach(), grads, dsv.dsv_predictor_loss_weight)
 
 
-def held_out_groups(num_tokens: int, q_block_size: int, wanted: int, step: int) -> Tensor:
-    """Query groups (int64, on the CPU) that the profile of ``step`` examines: evenly spaced, at most half of all."""
-    groups = -(-num_tokens // q_block_size)
-    count = max(1, min(wanted, groups // 2))
-    return (torch.arange(count) * groups // count + step) % groups
-
-
 @torch.no_grad()
-def examine(q: Tensor, k: Tensor, selection: KVSelection | None, groups: Tensor, *, dsv: DSVConfig, kv_length: Tensor,
-            softmax_scale: float) -> GroupProfile:
-    """Profile of ``groups``: true sparsity, the blocks they need, and the mass that ``selection`` keeps."""
+def examine(q: Tensor, k: Tensor, selection: KVSelection | None, *, dsv: DSVConfig, kv_length: Tensor,
+            softmax_scale: float, step: int) -> GroupProfile:
+    """Profile of held-out query groups: true sparsity, the blocks they need, and the mass that ``selection`` keeps."""
+    groups = sample_groups(int(kv_length.min()), dsv.dsv_profile_groups, step // dsv.dsv_profile_interval,
+                           q_block_size=dsv.dsv_q_block_size)
     return profile_query_groups(
         q.detach(), k.detach(), group_ids=groups, q_block_size=dsv.dsv_q_block_size,
         kv_block_size=dsv.dsv_kv_block_size, kv_length=kv_length, query_length=kv_length, softmax_scale=softmax_scale,

@@ -28,7 +28,6 @@ from megatron_dsv.transformer.predictor import LowRankPredictor
 from megatron_dsv.transformer.predictor_teacher import (
     PredictorInput,
     examine,
-    held_out_groups,
     learn,
     low_rank_keys,
     low_rank_queries,
@@ -188,17 +187,13 @@ class DSVSelfAttention(SelfAttention):
         """Trains the predictor on sampled rows and, when due, profiles sampled groups."""
         assert self.predictor is not None
         assert self.statistics is not None
-        groups = None
+        common = {"dsv": self.dsv, "kv_length": kv_length, "softmax_scale": self.softmax_scale, "step": self.step}
         if self.profiles:
-            groups = held_out_groups(int(kv_length.min()), self.dsv.dsv_q_block_size, self.dsv.dsv_profile_groups,
-                                     self.step)
             selection: KVSelection | None = pending.selection
             if selection is None and self.selector.budgets(1) is not None:
                 selection = self._select(source, kv_length).selection
-            self.statistics.add(examine(query, key, selection, groups, dsv=self.dsv, kv_length=kv_length,
-                                        softmax_scale=self.softmax_scale))
-        learn(self.predictor, source, query, key, dsv=self.dsv, kv_length=kv_length,
-              softmax_scale=self.softmax_scale, step=self.step, held_out=groups)
+            self.statistics.add(examine(query, key, selection, **common))
+        learn(self.predictor, source, query, key, **common)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, pending: Pending) -> Tensor:
         if self.checkpoint_core_attention and self.training:

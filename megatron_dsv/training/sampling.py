@@ -1,0 +1,127 @@
+"""Builds a trained model on one device and draws a video from it.
+
+Dims: b samples, C latent channels, T, Y, X latent frames, rows, columns; L text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.platform import compat, cpu
+
+
+def sample_video(options: argparse.Namespace) -> None:
+    """Does what `dsv sample` says; ``options`` are its flags.
+
+    Raises:
+        ValueError: a checkpoint, data set or shape that does not fit, in one line.
+    """
+    cpu.enable()
+    compat.apply()
+    from megatron_dsv.data.codecs import codec_from_description
+    from megatron_dsv.data.latent_dataset import LatentDataset
+    from megatron_dsv.data.text import text_encoder_from_description
+    from megatron_dsv.data.video_io import write_mp4
+    from megatron_dsv.diffusion.sampler import euler_sample, guided
+
+    folder, weights = checkpoint_folders(Path(options.checkpoint))
+    args = run_arguments(folder, options)
+    latents = LatentDataset(args.latent_data, text_length=args.dit_text_length)
+    args.latent_shapes = [list(shape) for shape in latents.buckets]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    codec = codec_from_description(latents.codec_description, folder=options.codec_folder, device=device)
+    encoder = text_encoder_from_description(latents.text_description, folder=options.text_folder, device=device)
+    shape = max(latents.buckets) if options.frames is None else \
+        codec.latent_shape(options.frames, options.height, options.width)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1,
+                                             init_method=f"file://{rendezvous}/store")
+        try:
+            model = load_model(args, weights, options.weights, device)
+            null = latents.null_text if options.negative_prompt is None else \
+                latents.pad_text(encoder.encode([options.negative_prompt])[0])
+            text = torch.stack([latents.pad_text(encoder.encode([options.prompt])[0]), null]).to(device)
+            noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(options.seed)).to(device)
+            shift = args.flow_shift if options.shift is None else options.shift
+            with torch.no_grad():
+                video = euler_sample(guided(_velocity(model), text[:1], text[1:], options.guidance), noise,
+                                     steps=options.steps, shift=shift)
+        finally:
+            torch.distributed.destroy_process_group()
+    write_mp4(Path(options.output), codec.decode(video[0]).cpu(), options.fps)
+
+
+def checkpoint_folders(given: Path) -> tuple[Path, Path]:
+    """(run folder, iter_* folder) of a run folder or one of its iter_* folders.
+
+    Raises:
+        ValueError: neither.
+    """
+    if given.name.startswith("iter_"):
+        run, weights = given.parent, given
+    else:
+        tracker = given / "latest_checkpointed_iteration.txt"
+        if not tracker.is_file():
+            raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {given}, which has no "
+                             "latest_checkpointed_iteration.txt")
+        run, weights = given, given / f"iter_{int(tracker.read_text()):07d}"
+    for needed in (run / "config.yaml", weights / ".metadata"):
+        if not needed.is_file():
+            raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {given}: {needed} is missing")
+    return run, weights
+
+
+def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespace:
+    """The run's own arguments, for one device, with the attention that was asked for."""
+    from megatron_dsv.training.arguments import dry_parse
+
+    argv = ["--config", str(folder / "config.yaml"), "--tensor-model-parallel-size", "1",
+            "--pipeline-model-parallel-size", "1", "--no-sequence-parallel", "--dsv-sparse-stage",
+            "sparse" if options.attention == "sparse" else "dense"]
+    if options.keep_ratio is not None:
+        argv += ["--dsv-keep-ratio", str(options.keep_ratio)]
+    if options.latent_data is not None:
+        argv += ["--latent-data", options.latent_data]
+    return dry_parse(argv, 1, check_files=True)
+
+
+def load_model(args: argparse.Namespace, weights: Path, which: str, device: torch.device) -> torch.nn.Module:
+    """The model of ``args`` with the weights of a checkpoint folder, in evaluation mode on ``device``.
+
+    Args:
+        which: ``ema``, ``raw``, or ``auto`` for the moving average if there is one.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megatron_dsv.training.builders import build_model
+    from megatron_dsv.training.checkpoint_guard import inspect_checkpoint
+    from megatron_dsv.training.ema import has_ema, load_ema_state
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(args.seed)
+    model = build_model(args).to(device)
+    if args.bf16 or args.fp16:
+        model = model.bfloat16() if args.bf16 else model.half()
+    if not inspect_checkpoint(weights, [model]):
+        raise ValueError(f"--attention sparse needs a checkpoint with predictors, got {weights}; use --attention dense")
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(weights))
+    model.load_state_dict(loaded["model"])
+    if which == "ema" or (which == "auto" and has_ema(weights)):
+        load_ema_state(weights, model)
+    return model.eval()
+
+
+def _velocity(model: torch.nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """velocity(latents [b, C, T, Y, X], timesteps fp32 [b], text [b, L, D]) of the model."""
+
+    def velocity(latents: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        return model(latents=latents, timesteps=timesteps, text=text)
+
+    return velocity
