@@ -1,0 +1,62 @@
+"""Selection and predictor loss on CUDA: the CPU's answer, and no wait for the device."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
+from megatron_dsv.sparsity.profile import profile_query_groups
+from megatron_dsv.sparsity.selection_rules import RULES, select
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@contextlib.contextmanager
+def no_sync():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 1)])
+def test_selection_equals_the_cpu_and_never_waits(rule, blocks):
+    (qb, kvb), keys = blocks, 2048
+    nq, nk = keys // qb, keys // kvb
+    generator = torch.Generator().manual_seed(0)
+    # few levels, so that ties abound; multiples of 1/64, so that sums are exact in any order
+    scores = torch.randint(0, 16, (2, 4, nq, nk), generator=generator).float() / 64
+    arguments = {"rule": rule, "num_kv_heads": 2, "num_queries": keys, "num_keys": keys, "q_block_size": qb,
+                 "kv_block_size": kvb, "theta": 0.75,
+                 "head_budgets": [max(1, nk // 10), nk, nk // 3, max(1, nk // 10)]}
+    lengths = torch.tensor([[keys, keys - 5], [keys - 777, keys]], dtype=torch.int32)
+    on_cpu = select(scores, kv_length=lengths, query_length=keys - 300, **arguments)
+    on_device, device_lengths = scores.cuda(), lengths.cuda()
+    with no_sync():
+        on_gpu = select(on_device, kv_length=device_lengths, query_length=keys - 300, **arguments)
+    assert torch.equal(on_gpu.block_mask().cpu(), on_cpu.block_mask())
+    assert torch.equal(on_gpu.kv_length.cpu(), lengths)
+
+
+def test_loss_and_profile_equal_the_cpu_and_never_wait():
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(512, 1, heads, 64, generator=generator, dtype=torch.float64) for heads in (4, 2))
+    q_lr, k_lr, rows = q[..., :16].contiguous(), k[..., :16].contiguous(), torch.arange(0, 512, 16)
+    groups = torch.tensor([1, 5])
+    common = {"q_block_size": 64, "kv_block_size": 64, "softmax_scale": 0.125, "theta": 0.9, "budget_mass": 0.95,
+              "kv_length": 500}
+    expected = predictor_loss_and_grads(q_lr[rows], k_lr, q[rows], k, softmax_scale=0.125, kv_length=500)
+    expected_profile = profile_query_groups(q, k, group_ids=groups, **common)
+    values = [x.cuda() for x in (q_lr[rows], k_lr, q[rows], k)]
+    device_q, device_groups = q.cuda(), groups.cuda()
+    with no_sync():
+        got = predictor_loss_and_grads(*values, softmax_scale=0.125, kv_length=500)
+        profile = profile_query_groups(device_q, values[3], group_ids=device_groups, **common)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.allclose(ours.cpu(), theirs, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(profile.sums.cpu(), expected_profile.sums, rtol=1e-10)
