@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ def enable() -> None:
         return
     # Megatron checks for Hopper's launch order when TP > 1; there is no GPU whose order could matter.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _silence()
     _replace_torch_cuda()
     preload()
     if sys.modules["megatron.core.jit"].jit_fuser is not _identity_compile:
@@ -39,6 +41,7 @@ def enable() -> None:
         torch.compiler.set_stance("force_eager")
     _replace_rng()
     _allow_no_cuda()
+    _fork_save_queue()
     _active = _CudaOnCpu()
     _active.__enter__()
 
@@ -170,8 +173,8 @@ def _replace_torch_cuda() -> None:
         "default_generators": _Generators(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": lambda seed: torch.manual_seed(seed),
-        "manual_seed_all": lambda seed: torch.manual_seed(seed),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
         "current_device": _returns(_CPU),
         # One device a process: Megatron skips its set-up of process groups when it counts none.
         "device_count": _returns(1),
@@ -223,6 +226,12 @@ def preload() -> None:
         torch.compile = compile_function
 
 
+def _silence() -> None:
+    """Drop what is said for want of a GPU: its generator is the CPU's by intent, and no memory needs pinning."""
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+
+
 def _identity_compile(model: Callable | None = None, **options: Any) -> Callable:
     return (lambda function: function) if model is None else model
 
@@ -248,3 +257,14 @@ def _allow_no_cuda() -> None:
     allowed = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     initialize.initialize_megatron = allowed
     training.initialize_megatron = allowed
+
+
+def _fork_save_queue() -> None:
+    """Megatron collects the results of a save through a process that it spawns, which imports the main script again.
+
+    Spawning keeps a CUDA context whole; without one a fork does, and takes no time.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    spawn_queue = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mp_mode="fork": spawn_queue("fork")

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-
 # Leading parameters of the two functions of megatron.training.training that this file stands beside.
 PARAMETERS = ("prefix", "forward_step_func", "data_iterator", "model", "iteration", "process_non_loss_data_func",
               "config", "verbose", "write_to_tensorboard", "non_loss_data_func")

@@ -60,6 +60,8 @@ def run_pretrain(
         RankError: a rank failed; the message has its traceback.
     """
     cpu.preload()
+    # torch's optimizers import it at their first use, which would be once per rank instead of once.
+    importlib.import_module("torch._dynamo")
     if isinstance(main, str):
         module, _, function = main.partition(":")
         main = getattr(importlib.import_module(module), function)
@@ -77,7 +79,12 @@ def _run(main: Callable[[list[str]], None], argv: list[str], keep_state: bool) -
     log = RunLog()
     cpu.enable()
     _record(log, keep_state)
-    main(argv)
+    try:
+        main(argv)
+    except SystemExit as stop:
+        # --exit-interval and its like leave pretrain() this way.
+        if stop.code:
+            raise
     return log
 
 
@@ -106,7 +113,7 @@ def _record(log: RunLog, keep_state: bool) -> None:
     def recording_train(forward_step_func: Any, model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(forward_step_func, model, optimizer, *args, **kwargs)
         if keep_state:
-            log.states.append(_parameters(model))
+            log.states.append({name: parameter.detach().clone() for parameter, name in _names(model).items()})
             log.ema.append(_ema(model, optimizer))
         return result
 
@@ -115,15 +122,18 @@ def _record(log: RunLog, keep_state: bool) -> None:
     training.train = recording_train
 
 
-def _parameters(model: list[Any]) -> dict[str, torch.Tensor]:
+def _names(model: list[Any]) -> dict[torch.nn.Parameter, str]:
     from megatron.core.utils import unwrap_model
 
     return {
-        f"{chunk}.{name}" if len(model) > 1 else name: parameter.detach().clone()
+        parameter: f"{chunk}.{name}" if len(model) > 1 else name
         for chunk, module in enumerate(unwrap_model(model))
         for name, parameter in module.named_parameters()
     }
 
 
 def _ema(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    return {}
+    from megatron_dsv.training.ema import ema_shards
+
+    names = _names(model)
+    return {names[parameter]: shard.clone() for parameter, shard in ema_shards(optimizer)}

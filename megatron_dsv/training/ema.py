@@ -1,8 +1,8 @@
 """Exponential moving average (EMA) of the weights, kept beside the optimizer's fp32 main parameters.
 
 Dims: an EMA tensor has the shape of the main parameter that it follows: the parameter's own shape, or with the
-distributed optimizer the flat slice [n] of it that this data-parallel rank owns. So it costs 4 bytes a parameter, sharded
-as the optimizer's state is, and reshards with it: in a checkpoint it is `optimizer.state.ema.<key of the weight>`.
+distributed optimizer the flat slice [n] of it that this data-parallel rank owns. So it costs 4 bytes a parameter,
+sharded as the optimizer's state is, and reshards with it: `optimizer.state.ema.<key of the weight>` in a checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -282,6 +282,12 @@ def ema_shards(optimizer: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.T
     return shards
 
 
+def has_ema(checkpoint_dir: str) -> bool:
+    """Whether one iteration's torch_dist folder holds an EMA of the weights."""
+    keys = dist_checkpointing.load_tensors_metadata(checkpoint_dir).keys()
+    return any(key.startswith(f"{STATE_PREFIX}.") for key in keys)
+
+
 def load_ema_state(checkpoint_dir: str, model: Any) -> None:
     """Overwrite the trainable weights of a built model with a checkpoint's EMA, in any parallel layout.
 
@@ -296,8 +302,7 @@ def load_ema_state(checkpoint_dir: str, model: Any) -> None:
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(checkpoint_dir):
         raise ValueError(f"{checkpoint_dir} is not a torch_dist checkpoint of one iteration (.../iter_0000100)")
-    saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir).keys()
-    if not any(key.startswith(f"{STATE_PREFIX}.") for key in saved):
+    if not has_ema(checkpoint_dir):
         raise ValueError(f"{checkpoint_dir} holds no EMA of the weights: train with --ema-decay, or use the weights")
     metadata = dist_checkpointing.load_content_metadata(checkpoint_dir) or {}
     parameters: dict[str, torch.nn.Parameter] = {}
@@ -310,6 +315,7 @@ def load_ema_state(checkpoint_dir: str, model: Any) -> None:
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
                 parameters[f"{index}.{name}"] = parameter
                 request[f"{index}.{name}"] = _ema_entry(entry, parameter)
+    saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir).keys()
     missing = sorted({entry.key for entry in request.values()} - set(saved))
     if missing:
         raise ValueError(f"{checkpoint_dir} holds no EMA of {len(missing)} weights of this model, first {missing[0]}")

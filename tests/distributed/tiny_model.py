@@ -36,7 +36,11 @@ def build_model(pre_process: bool = True, post_process: bool = True, config: Any
         scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlock,
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
     from megatron.training import get_args
     from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -51,9 +55,9 @@ def build_model(pre_process: bool = True, post_process: bool = True, config: Any
             self.share_embeddings_and_output_weights = False
             if pre_process:
                 self.project_in = torch.nn.Linear(FEATURES, config.hidden_size)
-            layer = _layer_spec(LocalNorm)
+            layers = [_layer_spec(LocalNorm)] * get_num_layers_to_build(config, vp_stage, self.pg_collection.pp.rank())
             self.decoder = TransformerBlock(
-                config, TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=LocalNorm),
+                config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=LocalNorm),
                 pre_process=pre_process, post_process=post_process, pg_collection=self.pg_collection,
             )
             if post_process:
@@ -129,16 +133,14 @@ def datasets(num_samples: list[int]) -> tuple[RegressionDataset, ...]:
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def main(argv: list[str]) -> None:
-    """Train the tiny model with Megatron's flags."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Megatron's arguments, as a program that has no tokenizer gets them: building even the null one takes 4 s."""
     from megatron_dsv.platform import compat, cpu
 
     cpu.enable()
     compat.apply()
-    from megatron.core.enums import ModelType
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.training import pretrain
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
 
     def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.set_defaults(**(compat.defaults() | cpu.defaults()))
@@ -146,19 +148,55 @@ def main(argv: list[str]) -> None:
         return parser
 
     sys.argv = ["tiny_model", *argv]
-    args = parse_and_validate_args(extra_args)
+    args = parse_args(extra_args)
+    validate_args(args)
+    args.padded_vocab_size = 1
+    set_global_variables(args, build_tokenizer=False)
+    return args
+
+
+def first_stage(ranks: list[int]) -> list[int]:
+    """Where Megatron may look for an embedding; an empty list it does not take."""
+    return ranks[:1]
+
+
+def main(argv: list[str]) -> None:
+    """Train the tiny model with Megatron's flags."""
+    args = parse(argv)
+    from megatron.core.enums import ModelType
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.training import pretrain
+
+    from megatron_dsv.training import ema
+
+    if args.ema_decay is not None:
+        ema.install(args.ema_decay)
     pretrain(
         pretrain_cfg_container_from_args(args), datasets, ModelType.encoder_or_decoder, forward_step,
-        model_provider=build_model, get_embedding_ranks=lambda ranks: [ranks[0]],
-        get_position_embedding_ranks=lambda ranks: [ranks[0]],
+        model_provider=build_model, get_embedding_ranks=first_stage, get_position_embedding_ranks=first_stage,
     )
 
 
-BASE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine "
-    "--weight-decay 0.1 --clip-grad 1.0 --eval-interval 3 --eval-iters 1 --log-interval 1 --seed 7 "
-    "--tokenizer-type NullTokenizer --vocab-size 1 --position-embedding-type none --dataloader-type single "
-    "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --ckpt-format torch_dist "
-    "--dist-ckpt-optim-fully-reshardable --attention-backend unfused --no-create-attention-mask-in-dataloader"
-).split()
+def load_ema(argv: list[str], checkpoint: str) -> dict[str, torch.Tensor]:
+    """This rank's weights of a freshly built model after `load_ema_state`."""
+    parse(argv)
+    from megatron.core.enums import ModelType
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    from megatron_dsv.training.ema import load_ema_state
+
+    training.initialize_megatron(get_embedding_ranks=first_stage, get_position_embedding_ranks=first_stage)
+    model = training.get_model(build_model, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    load_ema_state(checkpoint, model)
+    return {name: parameter.detach() for name, parameter in unwrap_model(model)[0].named_parameters()}
+
+
+BASE = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+--micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine
+--weight-decay 0.1 --clip-grad 1.0 --eval-interval 3 --eval-iters 1 --log-interval 1 --seed 7
+--tokenizer-type NullTokenizer --vocab-size 1 --position-embedding-type none --dataloader-type single
+--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --attention-backend unfused
+--no-create-attention-mask-in-dataloader --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable
+""".split()  # noqa: SIM905
