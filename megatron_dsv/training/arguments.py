@@ -23,7 +23,7 @@ from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
-__all__ = ["defaults", "dry_parse", "parse", "parse_or_raise", "validate"]
+__all__ = ["HostError", "defaults", "dry_parse", "exit_with", "parse", "parse_or_raise", "validate"]
 
 _EXIT_GRACE_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         return parse_or_raise(argv)
     except (ValueError, NotImplementedError) as error:
-        _exit(error)
+        exit_with(error)
 
 
 def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
@@ -224,7 +224,7 @@ def _quiet_ranks() -> Iterator[None]:
             yield
 
 
-def _exit(error: Exception) -> NoReturn:
+def exit_with(error: Exception) -> NoReturn:
     """Print on the one rank that speaks, then leave with status 2 on every rank."""
     per_host = isinstance(error, HostError)
     speaks = os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
