@@ -1,0 +1,113 @@
+"""Every logged metric in one table: name, unit, how values combine; and the recorder that combines them.
+
+A metric that is not in the table cannot be recorded, so a name is spelled once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+MEAN, SUM, MAX, LAST = "mean", "sum", "max", "last"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of the table.
+
+    Attributes:
+        unit: of the value; ``1`` for shares and losses.
+        reduction: how values recorded since the last report combine, over steps and then over ranks: mean, sum, max,
+            or last (the same on every rank).
+        help: what it says, for ``dsv report`` and the documentation.
+        per_layer: whether it is also recorded layer by layer, as ``dsv/layer_003/recall``.
+    """
+
+    unit: str
+    reduction: str
+    help: str
+    per_layer: bool = False
+
+
+METRICS: dict[str, Metric] = {
+    "dsv/sparsity": Metric("1", LAST, "share of keys outside the smallest set with theta of a query's mass", True),
+    "dsv/recall": Metric("1", LAST, "share of a query group's true attention mass that its selection keeps", True),
+    "dsv/keep_ratio": Metric("1", LAST, "share of key blocks that the budgets keep", True),
+    "dsv/sparse": Metric("1", LAST, "1 if the layer attends sparsely, else 0", True),
+    "dsv/sparse_layers": Metric("layers", LAST, "layers that attend sparsely"),
+    "dsv/predictor_loss": Metric("1", MEAN, "mean predictor loss over layers"),
+    "dsv/predictor_grad_norm": Metric("1", LAST, "gradient norm of all predictors, before clipping"),
+    "dsv/predictor_skipped_layers": Metric("layers", SUM, "predictor updates dropped for a non-finite gradient"),
+    "dsv/tokens_per_second": Metric("tokens/s", LAST, "latent tokens trained per second, over all ranks"),
+    "dsv/tflops_dense": Metric("TFLOP/s/GPU", LAST, "arithmetic of the same step with full attention, per second"),
+    "dsv/tflops_useful": Metric("TFLOP/s/GPU", LAST, "arithmetic that the kept keys need, per second"),
+    "dsv/mfu": Metric("1", LAST, "useful arithmetic over the device's peak"),
+}
+
+
+def lookup(name: str) -> Metric:
+    """The table's row of a metric; ValueError with the nearest name for one that it does not have."""
+    if name not in METRICS:
+        close = difflib.get_close_matches(name, METRICS, n=1)
+        raise ValueError(f"metric must be in the table of metrics.py, got {name!r}"
+                         + (f"; did you mean {close[0]!r}?" if close else ""))
+    return METRICS[name]
+
+
+class Recorder:
+    """Collects values between two reports; nothing waits for the device before ``report``."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, int | None], list[Tensor]] = {}
+
+    def record(self, name: str, value: float | Tensor, *, layer: int | None = None) -> None:
+        """Add a value.
+
+        Args:
+            name: a row of ``METRICS``.
+            value: a number, or a tensor of one element on any device; detached here.
+            layer: global layer number, for metrics that have layers.
+
+        Raises:
+            ValueError: an unknown name, or a layer for a metric that has none.
+        """
+        if not lookup(name).per_layer and layer is not None:
+            raise ValueError(f"{name} is not recorded by layer, got layer {layer}")
+        tensor = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(value)
+        self._values.setdefault((name, layer), []).append(tensor.double())
+
+    def report(self, group: ProcessGroup | None = None) -> dict[str, float]:
+        """Combine what was recorded since the last report, and start over.
+
+        Args:
+            group: ranks whose values combine; every rank of it must have recorded the same metrics. None: this rank's.
+
+        Returns:
+            value by name; a layer's is called ``dsv/layer_003/recall``.
+        """
+        result = {}
+        for (name, layer), values in sorted(self._values.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+            shown = name if layer is None else f"dsv/layer_{layer:03d}/{name.removeprefix('dsv/')}"
+            result[shown] = _combine(torch.stack([value.to(values[-1].device) for value in values]),
+                                     METRICS[name].reduction, group)
+        self._values = {}
+        return result
+
+
+def _combine(values: Tensor, reduction: str, group: ProcessGroup | None) -> float:
+    """[n] recorded values -> one number over steps and ranks."""
+    if reduction == LAST:
+        return values[-1].item()
+    if reduction == MAX:
+        largest = values.max()
+        if group is not None:
+            torch.distributed.all_reduce(largest, op=ReduceOp.MAX, group=group)
+        return largest.item()
+    totals = torch.stack((values.sum(), values.new_tensor(float(len(values)))))
+    if group is not None:
+        torch.distributed.all_reduce(totals, group=group)
+    return (totals[0] / totals[1] if reduction == MEAN else totals[0]).item()
