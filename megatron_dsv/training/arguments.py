@@ -63,22 +63,33 @@ def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def dry_parse(argv: Sequence[str], world_size: int, *, check_files: bool = False) -> argparse.Namespace:
-    """Parse and validate as rank 0 of ``world_size`` Hopper GPUs would, without changing any global state.
+def dry_parse(argv: Sequence[str], world_size: int | None, *, check_files: bool = False) -> argparse.Namespace:
+    """Parse and validate as rank 0 of so many Hopper GPUs would, without changing any global state.
+
+    Args:
+        argv: as for :func:`parse`.
+        world_size: number of ranks; None takes the ``gpus`` of the configuration files.
+        check_files: whether the data folder must exist.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`parse_or_raise`.
+        ValueError, NotImplementedError: as :func:`parse_or_raise`; also if there is no ``gpus`` key to take.
     """
     import megatron.training.arguments as megatron_arguments
 
-    environment = {"RANK": "0", "WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    def take_ranks(expansion: Expansion) -> None:
+        ranks = world_size or expansion.gpus
+        if ranks is None:
+            raise ValueError("a `gpus` key is required: the number of ranks that the file is for, got none")
+        os.environ["WORLD_SIZE"] = str(ranks)
+
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     saved = {name: os.environ.get(name) for name in environment}
     arch = megatron_arguments.get_device_arch_version
     os.environ.update(environment)
     megatron_arguments.get_device_arch_version = lambda: 9
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return _parse_and_validate(argv, check_files=check_files)
+            return _parse_and_validate(argv, check_files=check_files, on_expansion=take_ranks)
     finally:
         megatron_arguments.get_device_arch_version = arch
         for name, value in saved.items():
@@ -115,7 +126,8 @@ def defaults(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(**cpu.defaults())
 
 
-def _parse_and_validate(argv: Sequence[str], *, check_files: bool) -> argparse.Namespace:
+def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
+                        on_expansion: Callable[[Expansion], None] = lambda expansion: None) -> argparse.Namespace:
     """Parse, check with our rules, then with Megatron's; sets no global."""
     from megatron.training.arguments import parse_args, validate_args
 
@@ -133,6 +145,7 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool) -> argparse.N
         _name_enum_choices(parser)
         defaults(parser)
         expansion = expand(argv, parser)
+        on_expansion(expansion)
         if any(token.split("=")[0] == "--yaml-cfg" for token in expansion.argv):
             # Megatron would replace the parsed arguments before anything could check them.
             raise NotImplementedError(

@@ -19,9 +19,11 @@ def main(argv: list[str]) -> None:
     from megatron_dsv.training import arguments
 
     args = arguments.parse(argv)
+    from megatron_dsv.training.checkpoint_guard import CheckpointError
+
     try:
         _train(args)
-    except (_checkpoint_error(), _data_error()) as error:
+    except CheckpointError as error:
         arguments.exit_with(error)
 
 
@@ -31,10 +33,10 @@ def _train(args: Any) -> None:
     from megatron.training import training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_dsv.config_fields import from_args
     from megatron_dsv.config import DSVConfig
+    from megatron_dsv.config_fields import from_args
     from megatron_dsv.data.latent_dataset import LatentDataset
-    from megatron_dsv.training import ema, logging, run_config
+    from megatron_dsv.training import arguments, ema, logging, run_config
     from megatron_dsv.training.builders import build_model
     from megatron_dsv.training.checkpoint_guard import guard
     from megatron_dsv.training.datasets import DatasetProvider
@@ -42,7 +44,11 @@ def _train(args: Any) -> None:
     from megatron_dsv.training.forward_step import forward_step
     from megatron_dsv.training.run import TrainingRun
 
-    run = TrainingRun(args, LatentDataset(args.latent_data))
+    try:
+        latents = LatentDataset(args.latent_data, text_length=args.latent_text_length or args.dit_text_length)
+    except ValueError as error:
+        arguments.exit_with(error)
+    run = TrainingRun(args, latents)
     run.set_sequence_length()
 
     def model_provider(pre_process: bool = True, post_process: bool = True, config: Any = None,
@@ -54,6 +60,8 @@ def _train(args: Any) -> None:
         model.config.finalize_model_grads_func = finalize_with(lambda: run.controller, finalize_model_grads)
         return model
 
+    if args.ema_decay > 0:
+        ema.install(args.ema_decay)
     training.load_checkpoint = guard(training.load_checkpoint, args)
     logging.install(run)
     run_config.write_run_config(args)

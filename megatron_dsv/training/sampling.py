@@ -28,7 +28,8 @@ def sample_video(options: argparse.Namespace) -> None:
     from megatron_dsv.data.latent_dataset import LatentDataset
     from megatron_dsv.data.text import text_encoder_from_description
     from megatron_dsv.data.video_io import write_mp4
-    from megatron_dsv.diffusion.sampler import euler_sample, guided
+    from megatron_dsv.diffusion.draws import sampling_noise
+    from megatron_dsv.diffusion.sampler import sample
 
     folder, weights = checkpoint_folders(Path(options.checkpoint))
     args = run_arguments(folder, options)
@@ -47,11 +48,10 @@ def sample_video(options: argparse.Namespace) -> None:
             null = latents.null_text if options.negative_prompt is None else \
                 latents.pad_text(encoder.encode([options.negative_prompt])[0])
             text = torch.stack([latents.pad_text(encoder.encode([options.prompt])[0]), null]).to(device)
-            noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(options.seed)).to(device)
-            shift = args.flow_shift if options.shift is None else options.shift
-            with torch.no_grad():
-                video = euler_sample(guided(_velocity(model), text[:1], text[1:], options.guidance), noise,
-                                     steps=options.steps, shift=shift)
+            noise = sampling_noise(options.seed, 0, shape)[None].to(device)
+            video = sample(_velocity(model, *text[:, None]), noise, steps=options.steps,
+                           shift=args.flow_shift if options.shift is None else options.shift,
+                           guidance_scale=options.guidance)
         finally:
             torch.distributed.destroy_process_group()
     write_mp4(Path(options.output), codec.decode(video[0]).cpu(), options.fps)
@@ -113,15 +113,16 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
         raise ValueError(f"--attention sparse needs a checkpoint with predictors, got {weights}; use --attention dense")
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(weights))
     model.load_state_dict(loaded["model"])
-    if which == "ema" or (which == "auto" and has_ema(weights)):
-        load_ema_state(weights, model)
+    if which == "ema" or (which == "auto" and has_ema(str(weights))):
+        load_ema_state(str(weights), model)
     return model.eval()
 
 
-def _velocity(model: torch.nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """velocity(latents [b, C, T, Y, X], timesteps fp32 [b], text [b, L, D]) of the model."""
+def _velocity(model: torch.nn.Module, text: Tensor, null_text: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """The sampler's model: velocity of latents [b, C, T, Y, X] at fp32 timesteps [b], with text [1, L, D] or without."""
 
-    def velocity(latents: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        return model(latents=latents, timesteps=timesteps, text=text)
+    def velocity(latents: Tensor, timesteps: Tensor, conditional: bool) -> Tensor:
+        given = (text if conditional else null_text).expand(latents.shape[0], -1, -1)
+        return model(latents=latents, timesteps=timesteps, text=given)
 
     return velocity

@@ -1,0 +1,121 @@
+"""Times the unchanged entry script on one GPU: dense, predictor and sparse arms of one preset, from a prepared set.
+
+    python benchmarks/bench_pretrain.py --latent-data DIR --output benchmarks/results/h200/pretrain.json
+
+Each arm is a fresh process. A step's time is Megatron's own `elapsed time per iteration`; the median leaves out the
+first steps (compilation) and steps with a profile. With a forced keep ratio the sparse arm measures speed alone: a
+random model's selection means nothing, and its rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?\| loss: ([-+.\dEenaif]+)")
+TOKENS = re.compile(r"step\s+(\d+) \|.*?dsv/tokens_per_second: ([-+.\de]+)")
+MEMORY = re.compile(r"max allocated: ([\d.]+)")
+BACKEND = re.compile(r"(sparse_attention|dense_attention)\b.*", re.IGNORECASE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--latent-data", required=True)
+    parser.add_argument("--output", required=True, help="JSON file; rows of the same arm are replaced.")
+    parser.add_argument("--preset", default="wan2.1-1.3b")
+    parser.add_argument("--arms", nargs="+", default=["dense", "predictor", "sparse"])
+    parser.add_argument("--transformer-impl", default="local")
+    parser.add_argument("--keep-ratio", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--skip", type=int, default=4, help="steps left out of the median.")
+    parser.add_argument("--logs", default=None, help="folder for each arm's output.")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of the entry script.")
+    args = parser.parse_args()
+    rows = [run_arm(args, arm) for arm in args.arms]
+    merge(Path(args.output), rows)
+    for row in rows:
+        print(json.dumps({key: value for key, value in row.items() if key != "versions"}))
+    return 0 if all(row["completed"] for row in rows) else 1
+
+
+def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
+    """One process of the entry script, read off its output."""
+    command = [
+        sys.executable, str(ROOT / "pretrain_video_dit.py"), "--config", f"model/{args.preset}",
+        "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0",
+        "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", str(args.steps), "--lr", "1e-4",
+        "--bf16", "--log-interval", "1", "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1", "--num-workers", "2", "--transformer-impl", args.transformer_impl,
+        "--dsv-sparse-stage", arm, "--dsv-profile-interval", "1000"]
+    if arm == "sparse":
+        command += ["--dsv-keep-ratio", str(args.keep_ratio)]
+    command += args.extra
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                                "MASTER_PORT": "29511", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+    started = time.monotonic()
+    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, check=False)
+    if args.logs:
+        Path(args.logs).mkdir(parents=True, exist_ok=True)
+        (Path(args.logs) / f"{args.preset}-{arm}-{args.transformer_impl}.log").write_text(done.stdout)
+    steps = {int(number): (float(ms), float(loss)) for number, ms, loss in STEP.findall(done.stdout)}
+    rates = [float(rate) for _, rate in TOKENS.findall(done.stdout)]
+    counted = [ms for number, (ms, _) in steps.items() if number > args.skip]
+    if done.returncode or not counted:
+        print(done.stdout[-6000:], file=sys.stderr)
+    step_ms = statistics.median(counted) if counted else float("nan")
+    tokens = round(statistics.median(rate * ms / 1e3 for rate, (ms, _) in zip(rates, steps.values(), strict=False))) \
+        if rates else 0
+    memory = [float(megabytes) for megabytes in MEMORY.findall(done.stdout)]
+    losses = [loss for _, loss in steps.values()]
+    return {
+        "preset": args.preset, "tokens": tokens, "stage": arm, "transformer_impl": args.transformer_impl,
+        "attention_backend": "triton" if arm == "sparse" else "sdpa",
+        "keep_ratio": args.keep_ratio if arm == "sparse" else 1.0,
+        "keep_ratio_note": "forced, for timing only: a random model selects nothing useful" if arm == "sparse" else "",
+        "step_ms": round(step_ms, 1), "tokens_per_s": round(tokens / step_ms * 1e3) if counted else 0,
+        "peak_gib": round(max(memory, default=0.0) / 1024, 2), "steps": len(steps),
+        "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None,
+        "recompute": "full", "completed": done.returncode == 0 and len(steps) == args.steps,
+        "wall_s": round(time.monotonic() - started, 1), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Device and packages behind the numbers."""
+    import torch
+
+    names = ("torch", "triton", "megatron-core", "transformer-engine", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def merge(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes ``rows`` into the file, in place of older rows of the same arm."""
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["preset"], row["stage"], row["transformer_impl"], row["keep_ratio"]
+
+    old = json.loads(path.read_text()) if path.is_file() else []
+    fresh = {key(row) for row in rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([row for row in old if key(row) not in fresh] + rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
