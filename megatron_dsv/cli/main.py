@@ -1,0 +1,49 @@
+"""The ``dsv`` command. A subcommand's module is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    # name: (module in this package, one line of help)
+    "doctor": ("doctor", "print what is installed, what runs where and why"),
+    "prepare": ("prepare", "turn a folder of videos and captions into a latent data set"),
+    "sample": ("sample", "generate a video from a checkpoint"),
+    "report": ("report", "print a run's metrics from its TensorBoard folder"),
+    "configs-check": ("configs_check", "parse every configuration file as its launch would"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dsv <command> ...``; a module gives ``add_arguments(parser)`` and ``run(args) -> exit status``.
+
+    Returns:
+        The exit status: that of the command, or 2 for misuse, which is one line on stderr.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="dsv", description="Megatron-DSV: dynamic sparse attention for video DiTs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((token for token in arguments if not token.startswith("-")), None)
+    for name, (module_name, text) in COMMANDS.items():
+        child = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == asked:
+            module = importlib.import_module(f"megatron_dsv.cli.{module_name}")
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args) or 0)
+    except (ValueError, NotImplementedError) as error:
+        print(f"dsv {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

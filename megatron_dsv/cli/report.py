@@ -1,0 +1,105 @@
+"""``dsv report``: a run's metrics from its TensorBoard folder, as a table, a CSV file or a plot."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from pathlib import Path
+
+from megatron_dsv.metrics import METRICS
+
+Series = dict[str, list[tuple[int, float]]]
+"""(step, value) by metric name, in the order of steps."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder and the kinds of output."""
+    parser.add_argument("folder", help="folder given to --tensorboard-dir, or the run's folder that holds it")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only metrics whose name contains this")
+    parser.add_argument("--layers", action="store_true", help="also list the metrics of single layers")
+    parser.add_argument("--csv", default=None, metavar="FILE", help="write every point: name, step, value")
+    parser.add_argument("--plot", default=None, metavar="FILE", help="plot every listed metric over steps (matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; write what else was asked for."""
+    series = {name: points for name, points in read(args.folder).items()
+              if args.match in name and (args.layers or "/layer_" not in name)}
+    if not series:
+        raise ValueError(f"no metric matches --match {args.match!r} in {args.folder}")
+    print(table(series))
+    if args.csv:
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("name", "step", "value"))
+            writer.writerows((name, step, value) for name, points in series.items() for step, value in points)
+        print(f"wrote {args.csv}")
+    if args.plot:
+        plot(series, args.plot)
+        print(f"wrote {args.plot}")
+    return 0
+
+
+def read(folder: str) -> Series:
+    """Every scalar of the event files below ``folder``; where launches overlap, the later launch's value counts.
+
+    Raises:
+        ValueError: no such folder, or no event file in it.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"the folder must be one that --tensorboard-dir named, got {folder}, which does not exist")
+    files = sorted(Path(folder).rglob("*tfevents*"), key=lambda path: (path.stat().st_mtime, path.name))
+    if not files:
+        raise ValueError(f"the folder must hold TensorBoard event files, got {folder}; was --tensorboard-dir given?")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    merged: dict[str, dict[int, float]] = {}
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            merged.setdefault(name, {}).update((event.step, event.value) for event in events.Scalars(name))
+        for name in events.Tags()["tensors"]:
+            for event in events.Tensors(name):
+                value = tensor_util.make_ndarray(event.tensor_proto)
+                if value.ndim == 0 and value.dtype.kind == "f":
+                    merged.setdefault(name, {})[event.step] = float(value)
+    return {name: sorted(points.items()) for name, points in sorted(merged.items())}
+
+
+def table(series: Series) -> str:
+    """First and last value, range and unit of each metric."""
+    width = max(len(name) for name in series)
+    lines = [f"{'metric':{width}}  {'steps':>13}  {'first':>10}  {'last':>10}  {'min':>10}  {'max':>10}  unit"]
+    for name, points in series.items():
+        values = [value for _, value in points if math.isfinite(value)] or [math.nan]
+        steps = f"{points[0][0]}-{points[-1][0]}"
+        row = METRICS.get(name if "/layer_" not in name else f"dsv/{name.rsplit('/', 1)[1]}")
+        lines.append(f"{name:{width}}  {steps:>13}  {points[0][1]:10.4g}  {points[-1][1]:10.4g}  {min(values):10.4g}  "
+                     f"{max(values):10.4g}  {row.unit if row else ''}".rstrip())
+    return "\n".join(lines)
+
+
+def plot(series: Series, path: str) -> None:
+    """One panel per metric, written to ``path``; ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is not installed; use --csv, or install it") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(3, len(series))
+    rows = math.ceil(len(series) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3 * rows), squeeze=False)
+    for axis in axes.flat[len(series):]:
+        axis.set_visible(False)
+    for axis, (name, points) in zip(axes.flat, series.items(), strict=False):
+        axis.plot(*zip(*points, strict=True))
+        axis.set_title(name)
+        axis.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
