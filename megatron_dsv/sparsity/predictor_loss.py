@@ -85,7 +85,7 @@ def predictor_loss_and_grads(q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k:
     for batch in range(b):
         for kv_head in range(g_kv):
             real = torch.arange(s, device=k.device) < lengths[batch, kv_head]
-            true_keys = k[:, batch, kv_head].to(dtype).masked_fill(~real[:, None], 0.0)
+            true_keys = k[:, batch, kv_head].to(dtype)
             keys = k_lr[:, batch, kv_head].to(dtype).masked_fill(~real[:, None], 0.0)
             heads = slice(kv_head * ratio, (kv_head + 1) * ratio)
             for first in range(0, rows, step):

@@ -184,7 +184,7 @@ def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, 
 def _softmax_mass(q: Tensor, k: Tensor, length: Tensor, softmax_scale: float) -> Tensor:
     """[rows, s] probabilities over the real keys, 0 for padding."""
     padding = torch.arange(k.shape[0], device=k.device) >= length
-    logits = q @ k.masked_fill(padding[:, None], 0.0).T * softmax_scale
+    logits = q @ k.T * softmax_scale
     return logits.masked_fill_(padding, -torch.inf).softmax(-1)
 
 

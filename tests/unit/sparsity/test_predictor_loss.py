@@ -135,9 +135,17 @@ def test_rows_without_variation_give_finite_gradients(dtype):
     assert not grad_q[:2].any()
     assert torch.allclose(loss, (alone + 1.0) / 2)
     assert torch.allclose(grad_q[2:], alone_q / 2)
-    constant = predictor_loss_and_grads(q_lr, k_lr, q, torch.full_like(k, 3.3), softmax_scale=0.4)
-    assert constant[0] == 0
-    assert not constant[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_noise_of_equal_scores_is_no_ranking(dtype):
+    q_lr, k_lr, q, k = make(6, 20, 11, 1, 1, 1, dtype=dtype)
+    scores = (q[:, 0, 0] @ torch.full((6, 11), 3.3, dtype=dtype))
+    assert (scores - scores.mean(-1, keepdim=True)).any(), "the case must round"
+    loss, grad_q, grad_k = predictor_loss_and_grads(q_lr, k_lr, q, torch.full_like(k, 3.3), softmax_scale=1.0)
+    assert loss == 0
+    assert not grad_q.any()
+    assert not grad_k.any()
 
 
 def test_nan_is_not_hidden():

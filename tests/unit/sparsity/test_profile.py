@@ -125,6 +125,22 @@ def test_uniform_and_one_hot_attention():
     assert one_hot[1, 0] == pytest.approx(1 / 10)
 
 
+def test_a_target_met_exactly_needs_no_further_key():
+    q, k = torch.zeros(8, 1, 1, 4), torch.zeros(16, 1, 1, 4)
+    exact = COMMON | {"theta": 0.5, "budget_mass": 0.75}
+    means = profile_query_groups(q, k, group_ids=torch.arange(1), **exact).means()
+    assert means[:2, 0].tolist() == [0.5, 0.75]
+
+
+def test_a_head_without_keys_is_not_counted():
+    q, k = inputs(b=2)
+    lengths = torch.tensor([[32, 0], [32, 32]])
+    profile = profile_query_groups(q, k, group_ids=torch.arange(4), kv_length=lengths, **COMMON)
+    assert profile.counts[:2].tolist() == [[64, 32], [8, 4]]
+    second = profile_query_groups(q[:, 1:], k[:, 1:], group_ids=torch.arange(4), **COMMON)
+    assert torch.allclose(profile.sums[:2, 1], second.sums[:2, 1])
+
+
 def test_micro_batches_and_gathered_groups_add_up():
     q, k = inputs(b=3)
     whole = profile_query_groups(q, k, group_ids=torch.arange(4), **COMMON)
