@@ -1,0 +1,227 @@
+"""Video and image files through PyAV: their timestamps, chosen frames as RGB tensors, and H.264 files written.
+
+Dims: T frames, H x W pixels of the result. Tensors are [3, T, H, W], RGB, fp32 in [-1, 1]. Times are in seconds.
+A still image is a video of one frame.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from av.video.reformatter import VideoReformatter
+from torch import Tensor
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts"})
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+_H264_ENCODER = "libx264"
+
+
+class UnreadableVideoError(ValueError):
+    """A file that cannot be decoded as video; the message says why in one line, without the path."""
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What a video file holds.
+
+    Attributes:
+        width, height: pixels as displayed, that is after rotation and with square pixels.
+        pts: presentation timestamps of all frames, ascending, in units of the stream's time base.
+        times: the same in seconds, from 0 for the first frame.
+    """
+
+    width: int
+    height: int
+    pts: tuple[int, ...]
+    times: tuple[float, ...]
+
+
+def is_image(path: Path) -> bool:
+    """Whether the file's suffix says that it is a still image."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def probe(path: Path) -> VideoInfo:
+    """Size and timestamps of a file; one frame is decoded.
+
+    Raises:
+        UnreadableVideoError: no video stream, no frame, no timestamps, or damaged data.
+    """
+    try:
+        with _opened(path) as container:
+            video = _video_stream(container)
+            base = video.time_base or Fraction(1, 1)
+            pts = [packet.pts for packet in container.demux(video) if packet.size and not packet.is_discard]
+        with _opened(path) as container:
+            first = next(container.decode(_video_stream(container)), None)
+            if first is None:
+                raise UnreadableVideoError("no frame can be decoded")
+            aspect = _pixel_aspect(container)
+    except (av.error.FFmpegError, OSError, EOFError) as error:
+        raise UnreadableVideoError(_reason(error)) from error
+    width, height = max(1, round(first.width * aspect)), first.height
+    if first.rotation % 180:
+        width, height = height, width
+    if is_image(path):
+        return VideoInfo(width, height, (0,), (0.0,))
+    known = sorted({value for value in pts if value is not None})
+    if len(known) != len(pts) or not known:
+        raise UnreadableVideoError("frames have no timestamps; remux the file to mp4 or mkv")
+    return VideoInfo(width, height, tuple(known), tuple(float((value - known[0]) * base) for value in known))
+
+
+def resampled_frames(times: Sequence[float], fps: float | None) -> list[int]:
+    """Numbers of the frames that show a video at ``fps`` frames a second: the nearest frame to each instant.
+
+    Args:
+        times: seconds of each frame, ascending from 0.
+        fps: wanted rate; None keeps every frame as it is. A rate above the video's repeats frames.
+    """
+    if fps is None or len(times) < 2:
+        return list(range(len(times)))
+    known = np.asarray(times, dtype=np.float64)
+    interval = float(np.median(np.diff(known)))
+    count = int((known[-1] + interval) * fps + 1e-6)
+    wanted = np.arange(count) / fps
+    after = np.clip(np.searchsorted(known, wanted), 1, len(known) - 1)
+    nearer_before = wanted - known[after - 1] <= known[after] - wanted + 1e-9
+    return [int(frame) for frame in np.where(nearer_before, after - 1, after)]
+
+
+def read_frames(path: Path, info: VideoInfo, frames: Sequence[int], height: int, width: int) -> Tensor:
+    """Frames of a file, scaled with their aspect kept to cover height x width, and cropped at the centre.
+
+    Args:
+        path: the file that ``info`` was probed from.
+        info: result of ``probe``.
+        frames: frame numbers, ascending; repeats are allowed.
+        height, width: pixels of the result.
+
+    Returns:
+        fp32 [3, len(frames), height, width] in [-1, 1].
+
+    Raises:
+        UnreadableVideoError: a wanted frame cannot be decoded.
+    """
+    wanted = [info.pts[frame] for frame in frames]
+    try:
+        found = _decode(path, wanted, height, width, seek=True)
+        if len(found) < len(set(wanted)):
+            # Some containers seek past the wanted frame: read from the start instead.
+            found = _decode(path, wanted, height, width, seek=False)
+    except (av.error.FFmpegError, OSError, EOFError) as error:
+        raise UnreadableVideoError(_reason(error)) from error
+    missing = [frame for frame, value in zip(frames, wanted) if value not in found]
+    if missing:
+        raise UnreadableVideoError(f"frame {missing[0]} (at {info.times[missing[0]]:.2f} s) cannot be decoded")
+    pixels = torch.from_numpy(np.stack([found[value] for value in wanted]))
+    return pixels.permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+def write_mp4(path: Path, video: Tensor, fps: float) -> None:
+    """Writes an H.264 mp4 file; the file appears whole or not at all.
+
+    Args:
+        path: the file; its folder must exist.
+        video: [3, T, H, W] in [-1, 1] (values outside are clamped); H and W even.
+        fps: frames a second.
+
+    Raises:
+        ValueError: the shape or the rate does not fit.
+        NotImplementedError: this build of PyAV has no H.264 encoder.
+    """
+    if video.dim() != 4 or video.shape[0] != 3 or video.shape[1] < 1 or video.shape[2] % 2 or video.shape[3] % 2:
+        raise ValueError(f"video must be [3, T, H, W] with T at least 1, H and W even, got {list(video.shape)}")
+    if not fps > 0:
+        raise ValueError(f"fps must be above 0, got {fps}")
+    if _H264_ENCODER not in av.codecs_available:
+        raise NotImplementedError(f"this build of PyAV has no encoder {_H264_ENCODER}; install the PyAV wheel (av)")
+    frames = ((video.detach().float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with av.open(str(partial), "w", format="mp4") as container:
+            stream = container.add_stream(_H264_ENCODER, rate=Fraction(fps).limit_denominator(1001))
+            stream.height, stream.width = video.shape[2:]
+            stream.pix_fmt = "yuv420p"
+            stream.options = {"crf": "18"}
+            for pixels in frames.cpu().contiguous().numpy():
+                for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                    container.mux(packet)
+            for packet in stream.encode():
+                container.mux(packet)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A container on a file. Images are opened by their bytes: their names may look like sequence patterns."""
+    if is_image(path):
+        with path.open("rb") as stream, av.open(stream) as container:
+            yield container
+    else:
+        with av.open(f"file:{path}") as container:
+            yield container
+
+
+def _video_stream(container: Any) -> Any:
+    if not container.streams.video:
+        raise UnreadableVideoError("no video stream")
+    return container.streams.video[0]
+
+
+def _pixel_aspect(container: Any) -> float:
+    """Width over height of one pixel as displayed."""
+    ratio = _video_stream(container).sample_aspect_ratio
+    return float(ratio) if ratio else 1.0
+
+
+def _decode(path: Path, wanted: Sequence[int], height: int, width: int, *, seek: bool) -> dict[int, np.ndarray]:
+    """Fitted frames uint8 [H, W, 3] by timestamp, as many of the wanted ones as are met."""
+    remaining, last = set(wanted), max(wanted)
+    found: dict[int, np.ndarray] = {}
+    with _opened(path) as container:
+        video = _video_stream(container)
+        aspect = _pixel_aspect(container)
+        reformatter = VideoReformatter()
+        if seek and not is_image(path):
+            container.seek(min(wanted), stream=video)
+        for frame in container.decode(video):
+            pts = 0 if is_image(path) else frame.pts
+            if pts in remaining:
+                if frame.is_corrupt:
+                    raise UnreadableVideoError(f"damaged data at timestamp {pts}")
+                found[pts] = _fit(frame, aspect, reformatter, height, width)
+                remaining.discard(pts)
+            if not remaining or (pts is not None and pts > last):
+                break
+    return found
+
+
+def _fit(frame: Any, aspect: float, reformatter: VideoReformatter, height: int, width: int) -> np.ndarray:
+    """One frame as uint8 RGB [height, width, 3]: scaled to cover, turned upright, cropped at the centre."""
+    turned = frame.rotation % 180 != 0
+    box_height, box_width = (width, height) if turned else (height, width)
+    scale = max(box_width / (frame.width * aspect), box_height / frame.height)
+    fitted = reformatter.reformat(frame, width=max(box_width, round(frame.width * aspect * scale)),
+                                  height=max(box_height, round(frame.height * scale)), format="rgb24",
+                                  interpolation="BICUBIC")
+    pixels = np.rot90(fitted.to_ndarray(), frame.rotation // 90)
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return np.ascontiguousarray(pixels[top:top + height, left:left + width])
+
+
+def _reason(error: BaseException) -> str:
+    """One line of an error's text, without the path that PyAV adds."""
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
