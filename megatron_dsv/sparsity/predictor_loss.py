@@ -17,9 +17,11 @@ Dims: R sampled rows, s keys, b batch, h query heads, G key/value heads, d head 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_dsv.sparsity.lengths import Length, key_lengths
 
@@ -137,7 +139,8 @@ def _centred(scores: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class _PredictorLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_lr_rows, k_lr, q_rows, k, softmax_scale, kv_length, row_mask, cosine_weight, norm_weight):
+    def forward(ctx: FunctionCtx, q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k: Tensor, softmax_scale: float,
+                kv_length: Length, row_mask: Tensor | None, cosine_weight: float, norm_weight: float) -> Tensor:
         loss, grad_q, grad_k = predictor_loss_and_grads(
             q_lr_rows, k_lr, q_rows, k, softmax_scale=softmax_scale, kv_length=kv_length, row_mask=row_mask,
             cosine_weight=cosine_weight, norm_weight=norm_weight)
@@ -146,7 +149,7 @@ class _PredictorLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_q, grad_k = ctx.saved_tensors
         return (grad_q * grad_loss).to(grad_q.dtype), (grad_k * grad_loss).to(grad_k.dtype), *[None] * 7
 

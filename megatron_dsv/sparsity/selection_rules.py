@@ -80,6 +80,7 @@ def keep_mass(rows: ScoredRows) -> Tensor:
 
     Forced blocks come first and count. The block that crosses ``theta`` is kept; ties go to the lower index.
     """
+    assert rows.mass is not None
     order = rows.ranking.argsort(dim=-1, descending=True, stable=True)
     running = rows.mass.gather(-1, order).cumsum(-1)
     count = (running < rows.theta * running[..., -1:]).sum(-1) + 1
@@ -261,9 +262,11 @@ def _limits(rule: SelectionRule, name: str, heads: int, most: int, budgets: Sequ
     for what, values in (("head_budgets", budgets), ("head_floors", floors), ("head_caps", caps)):
         if values is not None and (len(values) != heads or min(values) < 1):
             raise ValueError(f"{what} must be {heads} ints of at least 1, one for each head, got {list(values)}")
-    if rule.capped_by_budget and budgets is None:
-        raise ValueError(f"rule {name!r} needs head_budgets, one int for each head, got None")
-    upper = list(budgets) if rule.capped_by_budget else [most] * heads
+    upper = [most] * heads
+    if rule.capped_by_budget:
+        if budgets is None:
+            raise ValueError(f"rule {name!r} needs head_budgets, one int for each head, got None")
+        upper = list(budgets)
     if rule.uses_mass and caps is not None:
         upper = [min(pair) for pair in zip(upper, caps, strict=True)]
     return upper, [1] * heads if floors is None else list(floors)

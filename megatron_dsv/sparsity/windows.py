@@ -30,7 +30,8 @@ def window_selection(layout: TokenLayout, fraction: float, *, q_block_size: int,
     the real token of the group that is nearest (Manhattan distance, the first on a tie) to the mean position of the
     group's real tokens. A box that would stick out of the video is moved inside, never cut, so every group sees a box
     of the same size. The group attends to every block that holds at least one token of the box, as a whole: the kept
-    share is at least the box's share of the video, and more by what the block edges add.
+    share is at least the box's share of the video, and more by what the block edges add. Found by a search on the host,
+    about a second at 32,760 tokens in groups of 64: build it once for each video shape.
 
     Args:
         layout: order and padding of the tokens; queries and keys are its slots.
