@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,9 @@ def install(run: TrainingRun) -> None:
     """Wraps Megatron's ``training_log``, which has no hook of its own: our numbers follow each of its lines."""
     from megatron.training import training
 
+    # Megatron counts the parameters, memory and operations of a language model, which this is not.
+    training.report_theoretical_memory = lambda *args, **kwargs: None
+    training.num_floating_point_operations = functools.partial(_step_flops, run)
     original = training.training_log
     steps_since_log = 0
 
@@ -34,6 +38,12 @@ def install(run: TrainingRun) -> None:
         return result
 
     training.training_log = training_log
+
+
+def _step_flops(run: TrainingRun, args: Any, batch_size: int, *rest: Any, **kwargs: Any) -> float:
+    """Model FLOPs of ``batch_size`` samples, counted dense, in place of Megatron's count for language models."""
+    num_tokens = run.controller.num_tokens if run.controller is not None else 0
+    return 3 * batch_size * forward_flops(args, num_tokens)
 
 
 def _numbers(run: TrainingRun, seconds: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from megatron_dsv.transformer.fp32 import KeepsPrecision
 class LayerStatistics(KeepsPrecision):
     """Running statistics per head and the layer's schedule state, as buffers that checkpoints reshard.
 
-    Buffers: ``head_sparsity``, ``head_block_fraction``, ``head_recall`` fp32 [h] and ``layer_means`` fp32 [3] (the same
+    Buffers: ``head_sparsity``, ``head_block_fraction``, ``head_recall`` fp32 [h] and ``means`` fp32 [3] (the same
     three, averaged over the heads of all tensor-parallel ranks), all NaN until first measured, and ``schedule_state``
     int32 [1, 3]. Host copies are read once after each change, so a step never waits for the device.
 
@@ -33,7 +33,7 @@ class LayerStatistics(KeepsPrecision):
         self.tp_group = tp_group
         for name in STATISTICS:
             self.register_buffer(f"head_{name}", torch.full((heads,), float("nan")))
-        self.register_buffer("layer_means", torch.full((len(STATISTICS),), float("nan")))
+        self.register_buffer("means", torch.full((len(STATISTICS),), float("nan")))
         self.register_buffer("schedule_state", encode_states([LayerState()]))
         self.pending: GroupProfile | None = None
         self._block_fractions: list[float] | None = None
@@ -64,7 +64,7 @@ class LayerStatistics(KeepsPrecision):
     def layer_means(self) -> dict[str, float]:
         """Mean over all heads of each statistic, NaN before the first profile."""
         if self._layer_means is None:
-            self._layer_means = self.get_buffer("layer_means").tolist()
+            self._layer_means = self.get_buffer("means").tolist()
         return dict(zip(STATISTICS, self._layer_means, strict=True))
 
     def layer_block_fraction(self) -> float:
@@ -82,6 +82,6 @@ class LayerStatistics(KeepsPrecision):
         """Stores new running statistics [3, h] in the order of ``STATISTICS``, their means [3], and the schedule state."""
         for name, value in zip(STATISTICS, running, strict=True):
             self.get_buffer(f"head_{name}").copy_(value)
-        self.get_buffer("layer_means").copy_(layer_means)
+        self.get_buffer("means").copy_(layer_means)
         self.get_buffer("schedule_state").copy_(encode_states([state]))
         self.forget_host_copies()

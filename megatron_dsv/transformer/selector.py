@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.kernels.block_scores.api import block_scores
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.sparsity.budget import BudgetPolicy
+from megatron_dsv.sparsity.budget import head_budgets
 from megatron_dsv.sparsity.dispatcher import use_sparse
 from megatron_dsv.sparsity.schedule import Stage, attends_sparsely
 from megatron_dsv.sparsity.selection_rules import select
@@ -44,7 +44,6 @@ class Selector:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.statistics = statistics
-        self._policy = BudgetPolicy(dsv.dsv_keep_ratio, dsv.dsv_min_keep_ratio)
         self._windows: dict[tuple, KVSelection] = {}
 
     def keep_ratio(self) -> float:
@@ -65,6 +64,7 @@ class Selector:
         if math.isnan(keep):
             return False
         return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
+                          q_block_size=self.dsv.dsv_q_block_size, kv_block_size=self.dsv.dsv_kv_block_size,
                           dense_above=self.dsv.dsv_dense_above).sparse
 
     def window(self, layout: TokenLayout, batch: int, device: torch.device) -> KVSelection:
@@ -84,7 +84,8 @@ class Selector:
         fractions = self.statistics.block_fractions()
         if self.dsv.dsv_keep_ratio is None and any(math.isnan(fraction) for fraction in fractions):
             return None
-        return self._policy.head_budgets(fractions, num_blocks)
+        return head_budgets(fractions, num_blocks, forced_keep_ratio=self.dsv.dsv_keep_ratio,
+                            min_keep_ratio=self.dsv.dsv_min_keep_ratio)
 
     def __call__(self, q_lr: Tensor, k_lr: Tensor, head_ids: range, query_group_ids: range, *, kv_length: Tensor,
                  num_queries: int) -> KVSelection:
