@@ -53,6 +53,35 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax_scale: float) 
     return out, torch.log(total[..., 0]) + logits.amax(-1)
 
 
+def rounded_reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor,
+                      softmax_scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, dq, dk, dv) as a textbook kernel computes them: fp32 sums, with P, dS and the results rounded to q's dtype.
+
+    Its error against fp64 is what a low-precision kernel may be measured by. Shapes as in ``oracle``.
+    """
+    repeat = q.shape[2] // k.shape[2]
+    queries, douts = (x.permute(1, 2, 0, 3).float() for x in (q, dout))
+    keys, values = (x.permute(1, 2, 0, 3).float().repeat_interleave(repeat, 1) for x in (k, v))
+    logits = (queries @ keys.transpose(-1, -2) * softmax_scale).masked_fill(~mask, -torch.inf)
+    probs = torch.softmax(logits, -1).nan_to_num(0.0)
+    out = (probs.to(q.dtype).float() @ values).to(q.dtype)
+    delta = (out.float() * douts).sum(-1, keepdim=True)
+    dscores = probs * (douts @ values.transpose(-1, -2) - delta)
+    dscores = dscores.to(q.dtype).float()
+    dq = dscores @ keys * softmax_scale
+    dk = (dscores.transpose(-1, -2) @ queries * softmax_scale).unflatten(1, (-1, repeat)).sum(2)
+    dv = (probs.to(q.dtype).float().transpose(-1, -2) @ douts).unflatten(1, (-1, repeat)).sum(2)
+    return tuple(x.to(q.dtype).permute(2, 0, 1, 3) for x in (out, dq, dk, dv))
+
+
+def assert_within_budget(got: Tensor, rounded: Tensor, exact: Tensor, name: str) -> None:
+    """Raises AssertionError unless max|got - exact| <= 2 * (max|rounded - exact| + eps * max|exact|), and no NaN."""
+    error = (got.double() - exact.double()).abs().max().item()
+    rounding = torch.finfo(got.dtype).eps * exact.abs().max().item()
+    budget = 2 * ((rounded.double() - exact.double()).abs().max().item() + rounding)
+    assert error <= budget, f"{name}: error {error:.3e} exceeds the budget {budget:.3e}"
+
+
 def token_mask(block_mask: Tensor, selection: KVSelection) -> Tensor:
     """bool [b, h, s, sk] from bool [b, h, Nq, Nk], with the keys at or after kv_length off."""
     rows = torch.arange(selection.num_queries, device=block_mask.device) // selection.q_block_size

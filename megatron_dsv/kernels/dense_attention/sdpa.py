@@ -26,11 +26,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, *
         raise NotImplementedError(
             "backend='sdpa' is deterministic on CUDA only under torch.use_deterministic_algorithms(True) "
             "(Megatron: --deterministic-mode); set that, or use backend='reference'")
+    if isinstance(kv_length, int) and kv_length == 0:
+        kv_length = torch.zeros(q.shape[1], dtype=torch.int32)
     if isinstance(kv_length, Tensor) and (kv_length.device.type != "cpu" or not bool(kv_length.all())):
         return _attention_masked(q, k, v, kv_length, softmax_scale, deterministic)
-    if kv_length == 0:
-        zeros = torch.zeros(q.shape[1], dtype=torch.int32, device=q.device)
-        return _attention_masked(q, k, v, zeros, softmax_scale, deterministic)
     parts = [_attention_whole(*_slice(batch, length, q, k, v), softmax_scale, deterministic)
              for batch, length in _host_lengths(k, kv_length)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,98 @@
+"""Predictor scores, reduced to one value per (query group, key/value block).
+
+A query group is represented by P proxies, each the mean of one of P equal sub-chunks of its low-rank queries. Several
+proxies, each with its own softmax, keep far more recall than one mean query.
+
+Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (h % G == 0), r predictor rank,
+P proxies per query group, Nq query groups, Nk key/value blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.kernels.block_scores import reference
+
+REDUCTIONS = ("mass", "lse", "max")
+
+
+def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1,
+                 query_length: int | Tensor | None = None) -> Tensor:
+    """Mean of the valid tokens of each of the ``proxies`` equal sub-chunks of each query group.
+
+    Args:
+        q_lr: [s, b, h, r].
+        q_block_size: tokens per query group, a multiple of ``proxies``; the last group may be ragged.
+        query_length: queries at or after it are padding: None, an int, or an integer tensor [b] (never waited for).
+
+    Returns:
+        [Nq * P, b, h, r] in q_lr's dtype, accumulated in fp32 (fp64 for fp64); a chunk without valid tokens is 0.
+
+    Raises:
+        ValueError: shapes or sizes do not fit.
+    """
+    if q_lr.dim() != 4:
+        raise ValueError(f"q_lr must be [s, b, h, r], got {tuple(q_lr.shape)}")
+    if proxies < 1 or q_block_size < 1 or q_block_size % proxies:
+        raise ValueError(f"proxies must divide q_block_size, got proxies={proxies}, q_block_size={q_block_size}")
+    length = _length("query_length", query_length, q_lr.shape[0], (q_lr.shape[1],), q_lr.device)
+    return reference.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
+
+
+def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1, reduction: str = "mass",
+                 kv_length: int | Tensor | None = None, softmax_scale: float | None = None) -> Tensor:
+    """Scores of the key/value blocks for each query group, S = softmax_scale * q k^T being a proxy's logits.
+
+    * ``mass``: softmax of S over all valid keys, summed over each block and the group's proxies; a row sums to P.
+    * ``lse``: logsumexp of S over each block's valid keys and the group's proxies.
+    * ``max``: maximum of S over each block's valid keys and the group's proxies.
+
+    Args:
+        q_pooled: [Nq * P, b, h, r], as ``pool_queries`` returns it.
+        k_lr: [sk, b, G, r], same dtype; query head i reads key head i // (h // G).
+        kv_block_size: tokens per block; the last may be ragged; 1 scores single tokens.
+        kv_length: keys at or after it are padding, whatever they hold: None, an int, or an integer tensor [b] or
+            [b, G] (never waited for).
+        softmax_scale: default 1 / sqrt(r).
+
+    Returns:
+        fp32 [b, h, Nq, Nk]. A block of padding alone gets 0 for ``mass`` and -inf otherwise. The matrix product runs
+        in the inputs' dtype with fp32 results; no temporary exceeds 256 MiB unless one group of all heads does.
+
+    Raises:
+        ValueError: shapes, sizes or reduction do not fit.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if q_pooled.dim() != 4 or k_lr.dim() != 4:
+        raise ValueError("q_pooled must be [Nq * P, b, h, r] and k_lr [sk, b, G, r], got "
+                         f"{tuple(q_pooled.shape)} and {tuple(k_lr.shape)}")
+    (rows, b, h, r), (sk, b_k, heads_kv, r_k) = q_pooled.shape, k_lr.shape
+    if (b, r) != (b_k, r_k) or heads_kv == 0 or h % heads_kv or q_pooled.dtype != k_lr.dtype:
+        raise ValueError("q_pooled and k_lr must agree in batch, rank and dtype, with h a multiple of G, got "
+                         f"{tuple(q_pooled.shape)} {q_pooled.dtype} and {tuple(k_lr.shape)} {k_lr.dtype}")
+    if proxies < 1 or rows % proxies:
+        raise ValueError(f"q_pooled must hold a multiple of proxies={proxies} rows, got {rows}")
+    if kv_block_size < 1:
+        raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
+    length = _length("kv_length", kv_length, sk, (b, heads_kv), k_lr.device)
+    scale = r ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return reference.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
+                                  reduction=reduction, softmax_scale=scale)
+
+
+def _length(name: str, length: int | Tensor | None, tokens: int, shape: tuple[int, ...],
+            device: torch.device) -> Tensor:
+    """``length`` as an int tensor of ``shape``; a tensor [b] is spread over the heads of [b, G]."""
+    if length is None:
+        length = tokens
+    if isinstance(length, int):
+        if not 0 <= length <= tokens:
+            raise ValueError(f"{name} must lie in [0, {tokens}], got {length}")
+        return torch.full(shape, length, dtype=torch.int32, device=device)
+    if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
+        raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
+                         f"got {length.dtype} {tuple(length.shape)}")
+    length = length.to(device, non_blocking=True)
+    return length if length.dim() == len(shape) else length[:, None].expand(shape)

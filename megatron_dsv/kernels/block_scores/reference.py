@@ -1,0 +1,81 @@
+"""Pooled predictor scores in plain torch, in chunks of query groups; runs on any device without waiting for it.
+
+Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, n = h / G, r predictor rank, P proxies
+per query group, Nq query groups, Nk key/value blocks, c groups of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TEMPORARY_BYTES = 256 << 20
+
+
+def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxies: int) -> Tensor:
+    """[Nq * P, b, h, r] means over the valid tokens of q_lr [s, b, h, r]; query_length [b]."""
+    s, b, h, r = q_lr.shape
+    groups = -(-s // q_block_size)
+    valid = torch.arange(s, device=q_lr.device)[:, None] < query_length
+    acc = torch.float64 if q_lr.dtype == torch.float64 else torch.float32
+    kept = q_lr.to(acc).masked_fill(~valid[..., None, None], 0)
+    tail = groups * q_block_size - s
+    chunks = F.pad(kept, (0, 0, 0, 0, 0, 0, 0, tail)).reshape(groups * proxies, -1, b, h, r).sum(1)
+    counts = F.pad(valid.to(acc), (0, 0, 0, tail)).reshape(groups * proxies, -1, b).sum(1)
+    return (chunks / counts.clamp_min(1)[..., None, None]).to(q_lr.dtype)
+
+
+def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
+                 reduction: str, softmax_scale: float) -> Tensor:
+    """fp32 [b, h, Nq, Nk] of q_pooled [Nq * P, b, h, r] and k_lr [sk, b, G, r]; kv_length [b, G]."""
+    rows, b, h, _ = q_pooled.shape
+    sk, _, heads_kv, _ = k_lr.shape
+    groups = rows // proxies
+    queries = q_pooled.unflatten(0, (groups, proxies)).permute(2, 3, 0, 1, 4)
+    queries = queries.unflatten(1, (heads_kv, h // heads_kv))
+    keys = k_lr.permute(1, 2, 3, 0)
+    padding = (torch.arange(sk, device=k_lr.device) >= kv_length[..., None])[:, :, None, None, None, :]
+    # A chunk holds the logits, their exponentials and a padded copy at once.
+    step = max(1, _TEMPORARY_BYTES // (3 * 4 * b * h * proxies * max(1, sk)))
+    parts = []
+    for first in range(0, groups, step):
+        logits = _logits(queries[:, :, :, first:first + step], keys, softmax_scale)
+        parts.append(_reduce(logits.masked_fill(padding, -torch.inf), kv_block_size, reduction))
+    if not parts:
+        return torch.empty((b, h, 0, -(-sk // kv_block_size)), dtype=torch.float32, device=k_lr.device)
+    return torch.cat(parts, dim=3).flatten(1, 2).float()
+
+
+def _logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[b, G, n, c, P, r] x [b, G, r, sk] -> [b, G, n, c, P, sk], fp32 (fp64 for fp64 inputs)."""
+    left, right = queries.flatten(2, 4).flatten(0, 1), keys.flatten(0, 1)
+    if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
+        scores = torch.bmm(left, right, out_dtype=torch.float32)
+    elif queries.dtype == torch.float64:
+        scores = torch.bmm(left, right)
+    else:
+        scores = torch.bmm(left.float(), right.float())
+    return (scores * scale).unflatten(0, keys.shape[:2]).unflatten(2, queries.shape[2:5])
+
+
+def _reduce(logits: Tensor, kv_block_size: int, reduction: str) -> Tensor:
+    """[b, G, n, c, P, sk] with -inf at padding -> [b, G, n, c, Nk]."""
+    match reduction:
+        case "mass":
+            lse = torch.logsumexp(logits, -1, keepdim=True)
+            # Without any valid key the lse is -inf, and -inf - -inf is NaN.
+            probs = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0))
+            return _blocks(probs, kv_block_size, 0.0).sum(-1).sum(-2)
+        case "lse":
+            return torch.logsumexp(torch.logsumexp(_blocks(logits, kv_block_size, -torch.inf), -1), -2)
+        case "max":
+            return _blocks(logits, kv_block_size, -torch.inf).amax(-1).amax(-2)
+        case _:
+            raise AssertionError(f"reduction {reduction!r} passed validation")
+
+
+def _blocks(x: Tensor, block: int, fill: float) -> Tensor:
+    """[..., sk] -> [..., Nk, block], the tail padded with ``fill``."""
+    tail = -x.shape[-1] % block
+    return (F.pad(x, (0, tail), value=fill) if tail else x).unflatten(-1, (-1, block))
