@@ -82,7 +82,7 @@ class SampleOrder:
         return self._below(group, self._ends[bucket]) - self._below(group, self._ends[bucket] - self._sizes[bucket])
 
     def _below(self, count: int, bound: int) -> int:
-        """How many of the first ``count`` points are below ``bound``: floor(x/m) - floor((x-bound)/m) is 1 there, else 0."""
+        """How many of the first ``count`` points are below ``bound``: there floor(x/m) - floor((x-bound)/m) is 1."""
         total, step, start = self._total, self._step, self._start
         return (_floor_sum(count, total, step, start + total)
                 - _floor_sum(count, total, step, start + total - bound))

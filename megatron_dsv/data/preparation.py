@@ -1,0 +1,252 @@
+"""A folder of videos and captions to a latent data set: resumable, checked, and accounting for everything it drops.
+
+A run may stop at any moment. Samples and index appear whole or not at all; a journal keeps a line for each finished
+video, and the next run with the same settings goes on from there. Videos that changed since are prepared again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dsv.data import dataset_folder
+from megatron_dsv.data.captions import Caption, Captions
+from megatron_dsv.data.clip_plan import PixelBucket
+from megatron_dsv.data.codecs import VideoCodec
+from megatron_dsv.data.fingerprints import file_sha256, json_sha256
+from megatron_dsv.data.preparation_report import PreparationReport
+from megatron_dsv.data.source_plan import plan_sources, scan, source_name
+from megatron_dsv.data.text import TextEncoder
+from megatron_dsv.data.video_preparation import VideoJob, prepare_in_worker, prepare_video, start_worker
+
+_LOCK_FILE = ".lock"
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare and how.
+
+    Attributes:
+        input: folder of videos and images, searched recursively.
+        output: folder of the data set; made if it is not there.
+        buckets: shapes of the clips.
+        fps: frames a second that videos are resampled to; None keeps each video's own rate.
+        clips_per_video: clips of each video, spread evenly; None takes all.
+        stride: frames from one clip's start to the next; None puts clips end to end.
+        captions: CSV file of captions, or None.
+        latent_dtype: ``bf16`` or ``fp32``, how latents and text are stored.
+        workers: processes that prepare videos; 0 works in this one.
+        device: where workers run the codec.
+    """
+
+    input: Path
+    output: Path
+    buckets: tuple[PixelBucket, ...]
+    fps: float | None = None
+    clips_per_video: int | None = None
+    stride: int | None = None
+    captions: Path | None = None
+    latent_dtype: str = "bf16"
+    workers: int = 0
+    device: str = "cpu"
+
+
+def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncoder,
+            progress: Callable[[int, int, int], None] = lambda done, total, samples: None) -> PreparationReport:
+    """Prepares, or goes on preparing, a data set.
+
+    Args:
+        options: what and how.
+        codec: pixels to latents.
+        text_encoder: captions to embeddings.
+        progress: called with (finished videos, all videos, samples so far).
+
+    Returns:
+        the report, which is also in report.json.
+
+    Raises:
+        ValueError: a flag does not fit, the output was prepared with other settings, another preparation is writing
+            to it, or the input has no video. The message names the flag.
+        RuntimeError: a worker process died; the message names the videos that it may have died of.
+    """
+    settings = _settings(options, codec, text_encoder)
+    captions = Captions(options.input, options.captions)
+    options.output.mkdir(parents=True, exist_ok=True)
+    with _locked(options.output):
+        _open_output(options.output, settings, text_encoder)
+        sources, ignored = scan(options.input, options.output)
+        report = PreparationReport(videos=len(sources), ignored_files=ignored)
+        report.unused_caption_rows = captions.rows_without({source_name(options.input, path) for path in sources})
+        plan = plan_sources(options.input, options.output, sources, captions)
+        report.reused_videos = len(plan.finished)
+        report.dropped += plan.dropped
+        entries = plan.finished
+        done, samples = len(sources) - len(plan.todo), sum(len(entry["samples"]) for entry in entries)
+        progress(done, len(sources), samples)
+        identity = json_sha256(_comparable(settings))
+        jobs = (_job(options, path, caption, text_encoder, identity) for path, caption in plan.todo)
+        with (options.output / dataset_folder.JOURNAL_FILE).open("ab") as journal:
+            for entry in _run(jobs, options, codec):
+                journal.write(dataset_folder.lines_to_bytes([entry]))
+                journal.flush()
+                entries.append(entry)
+                done, samples = done + 1, samples + len(entry["samples"])
+                progress(done, len(sources), samples)
+        _account(report, entries, text_encoder)
+        _finish(options.output, settings, entries, report)
+    return report
+
+
+def _settings(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncoder) -> dict[str, Any]:
+    """All settings that change the data set, JSON-ready; also checks them."""
+    if not options.input.is_dir():
+        raise ValueError(f"--input must be a folder of videos, got {options.input}, which "
+                         f"{'is not a folder' if options.input.exists() else 'does not exist'}")
+    if options.latent_dtype not in dataset_folder.LATENT_DTYPES:
+        raise ValueError(f"--latent-dtype must be one of {', '.join(dataset_folder.LATENT_DTYPES)}, "
+                         f"got {options.latent_dtype}")
+    for flag, value in (("--fps", options.fps), ("--stride", options.stride),
+                        ("--clips-per-video", options.clips_per_video)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{flag} must be above 0, got {value}")
+    if options.workers < 0:
+        raise ValueError(f"--workers must be at least 0, got {options.workers}")
+    for bucket in options.buckets:
+        try:
+            codec.latent_shape(bucket.frames, bucket.height, bucket.width)
+        except ValueError as error:
+            raise ValueError(f"{error} (clips of {bucket})") from error
+    return {"codec": codec.describe(), "text_encoder": text_encoder.describe(),
+            "buckets": sorted(str(bucket) for bucket in options.buckets), "fps": options.fps,
+            "clips_per_video": options.clips_per_video, "stride": options.stride,
+            "latent_dtype": options.latent_dtype, "input": str(options.input.resolve())}
+
+
+_FLAG_OF_SETTING = {"codec": "--codec", "text_encoder": "--text-encoder", "buckets": "--height, --width, --frames or "
+                    "--bucket", "fps": "--fps", "clips_per_video": "--clips-per-video", "stride": "--stride",
+                    "latent_dtype": "--latent-dtype", "input": "--input"}
+
+
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that must agree between runs: weights count by their content, not by their folder."""
+    plain = dict(settings)
+    for part in ("codec", "text_encoder"):
+        plain[part] = {key: value for key, value in settings[part].items() if not key.endswith("folder")}
+    return plain
+
+
+def _open_output(root: Path, settings: dict[str, Any], text_encoder: TextEncoder) -> None:
+    """Starts a data set, or checks that the one there has the same settings; clears what a stopped run left."""
+    if (root / dataset_folder.DATASET_FILE).exists():
+        known = dataset_folder.read_dataset_json(root, "--output")["settings"]
+        before, now = _comparable(known), _comparable(settings)
+        changed = [name for name in now if before.get(name) != now[name]]
+        if changed:
+            name = changed[0]
+            raise ValueError(f"{_FLAG_OF_SETTING[name]} must be as it was when {root} was prepared "
+                             f"({json.dumps(before.get(name))}), got {json.dumps(now[name])}; "
+                             "for other settings use another --output")
+    else:
+        foreign = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+        if foreign and foreign != [dataset_folder.NULL_TEXT_FILE]:
+            raise ValueError(f"--output must be an empty or new folder, or a data set, got {root}, which holds "
+                             f"{foreign[0]}")
+        dataset_folder.write_null_text(root, text_encoder.encode([""])[0])
+        dataset_folder.write_json(root / dataset_folder.DATASET_FILE, {
+            "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION, "settings": settings})
+    for partial in [*root.glob(".*.tmp"), *root.glob(f"{dataset_folder.SAMPLES_FOLDER}/*/.*.tmp")]:
+        partial.unlink(missing_ok=True)
+    journal = root / dataset_folder.JOURNAL_FILE
+    dataset_folder.write_atomically(journal, dataset_folder.lines_to_bytes(dataset_folder.read_lines(journal)))
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Holds the data set for one writer; the system lets go of it however the process ends."""
+    with (root / _LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--output must not be in use, got {root}, which another `dsv prepare` is writing to"
+                             ) from error
+        yield
+
+
+def _job(options: PrepareOptions, path: Path, caption: Caption, text_encoder: TextEncoder, identity: str) -> VideoJob:
+    return VideoJob(options.output, path, source_name(options.input, path), caption.text, caption.origin,
+                    text_encoder.encode([caption.text])[0], options.buckets, options.fps, options.stride,
+                    options.clips_per_video, options.latent_dtype, identity)
+
+
+def _run(jobs: Iterable[VideoJob], options: PrepareOptions, codec: VideoCodec) -> Iterator[dict[str, Any]]:
+    """Journal entries as the videos get finished."""
+    if options.workers == 0:
+        for job in jobs:
+            yield prepare_video(job, codec)
+        return
+    description = json.dumps(codec.describe())
+    pool = ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn"), start_worker)
+    running: dict[Future[dict[str, Any]], str] = {}
+    try:
+        for job in jobs:
+            running[pool.submit(prepare_in_worker, job, description, options.device)] = job.source
+            # Few jobs in flight: they hold embeddings, and they are named if a worker dies.
+            if len(running) >= 2 * options.workers:
+                yield from _collect(running)
+        while running:
+            yield from _collect(running)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _collect(running: dict[Future[dict[str, Any]], str]) -> Iterator[dict[str, Any]]:
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        try:
+            entry = future.result()
+        except BrokenProcessPool as error:
+            raise RuntimeError("a worker process died (out of memory, or a file that crashes the decoder) while these "
+                               f"were in work: {', '.join(sorted(running.values()))}; lower --workers or move the file "
+                               "away, then run the same command again, it goes on from here") from error
+        del running[future]
+        yield entry
+
+
+def _account(report: PreparationReport, entries: list[dict[str, Any]], text_encoder: TextEncoder) -> None:
+    entries.sort(key=lambda entry: entry["source"])
+    report.samples = sum(len(entry["samples"]) for entry in entries)
+    report.dropped = sorted([*report.dropped, *(drop for entry in entries for drop in entry["dropped"])],
+                            key=lambda drop: (drop["source"], drop["detail"]))
+    report.captions = dict(Counter(entry["caption_origin"] for entry in entries))
+    shapes = Counter(str(sample["shape"]) for entry in entries for sample in entry["samples"])
+    report.buckets = dict(sorted(shapes.items()))
+    notes = Counter(note for entry in entries for note in entry["notes"])
+    notes["caption_truncated"] = sum(text_encoder.is_truncated(entry["caption"]) for entry in entries)
+    report.notes = {note: count for note, count in sorted(notes.items()) if count}
+
+
+def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]], report: PreparationReport) -> None:
+    """Writes index, dataset.json, the compacted journal and the report; removes samples that nothing refers to."""
+    lines = [sample for entry in entries for sample in entry["samples"]]
+    index = root / dataset_folder.INDEX_FILE
+    if lines:
+        dataset_folder.write_atomically(index, dataset_folder.lines_to_bytes(lines))
+        dataset_folder.write_json(root / dataset_folder.DATASET_FILE, {
+            "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION, "settings": settings,
+            "num_samples": len(lines), "index_sha256": file_sha256(index),
+            "null_text": dataset_folder.NULL_TEXT_FILE,
+            "null_text_sha256": file_sha256(root / dataset_folder.NULL_TEXT_FILE)})
+        stale = dataset_folder.listed_sample_files(root) - {line["file"] for line in lines}
+        for file in stale:
+            (root / file).unlink()
+        report.removed_samples = len(stale)
+    dataset_folder.write_atomically(root / dataset_folder.JOURNAL_FILE, dataset_folder.lines_to_bytes(entries))
+    dataset_folder.write_json(root / dataset_folder.REPORT_FILE, report.to_json())

@@ -1,0 +1,114 @@
+"""Which files of the input folder are to be prepared, which are done, and which cannot be used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dsv.data import dataset_folder, video_io
+from megatron_dsv.data.captions import Caption, Captions
+from megatron_dsv.data.fingerprints import file_sha256
+
+_CAPTION_SUFFIXES = frozenset({".txt", ".csv"})
+
+
+@dataclass
+class SourcePlan:
+    """The sources of a run.
+
+    Attributes:
+        todo: videos to prepare, with their captions.
+        finished: journal entries of videos that an earlier run finished and that have not changed.
+        dropped: videos that cannot be used: source, reason (duplicate, unreadable_caption, empty_caption), detail.
+    """
+
+    todo: list[tuple[Path, Caption]] = field(default_factory=list)
+    finished: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+
+
+def scan(folder: Path, output: Path) -> tuple[list[Path], list[str]]:
+    """Videos and images under a folder in order, and the names of files of no use; hidden files and the output are not
+    looked at.
+
+    Raises:
+        ValueError: there is no video and no image.
+    """
+    output = output.resolve()
+    sources, ignored = [], []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or not path.is_file() or output in path.resolve().parents:
+            continue
+        if path.suffix.lower() in video_io.VIDEO_SUFFIXES | video_io.IMAGE_SUFFIXES:
+            sources.append(path)
+        elif path.suffix.lower() not in _CAPTION_SUFFIXES:
+            ignored.append(source_name(folder, path))
+    if not sources:
+        raise ValueError(f"--input must hold videos or images ({', '.join(sorted(video_io.VIDEO_SUFFIXES))}, "
+                         f"{', '.join(sorted(video_io.IMAGE_SUFFIXES))}), got {folder}, which has none")
+    return sources, ignored
+
+
+def source_name(folder: Path, path: Path) -> str:
+    """Name of a source in the data set: its path under the input folder, with forward slashes."""
+    return path.relative_to(folder).as_posix()
+
+
+def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Captions) -> SourcePlan:
+    """Sorts sources into finished, to do, and dropped (copies of another, no usable caption)."""
+    plan = SourcePlan()
+    journal = {entry["source"]: entry for entry in dataset_folder.read_lines(output / dataset_folder.JOURNAL_FILE)}
+    copies = _copies(sources)
+    for path in sources:
+        source = source_name(folder, path)
+        if path in copies:
+            plan.dropped.append({"source": source, "reason": "duplicate",
+                                 "detail": f"same content as {source_name(folder, copies[path])}"})
+            continue
+        try:
+            caption = captions.of(path)
+        except ValueError as error:
+            plan.dropped.append({"source": source, "reason": "unreadable_caption", "detail": str(error)})
+            continue
+        if not caption.text:
+            plan.dropped.append({"source": source, "reason": "empty_caption", "detail": f"from {caption.origin}"})
+            continue
+        entry = journal.get(source)
+        if entry is not None and _still_valid(output, entry, path, caption):
+            plan.finished.append(entry)
+        else:
+            plan.todo.append((path, caption))
+    return plan
+
+
+def _copies(sources: list[Path]) -> dict[Path, Path]:
+    """Each file whose content an earlier one has, with that one. Only files of equal size are read."""
+    by_size: dict[int, list[Path]] = defaultdict(list)
+    for path in sources:
+        by_size[path.stat().st_size].append(path)
+    copies: dict[Path, Path] = {}
+    for group in by_size.values():
+        first: dict[str, Path] = {}
+        for path in group if len(group) > 1 else []:
+            try:
+                original = first.setdefault(file_sha256(path), path)
+            except OSError:
+                # It is reported as unreadable where it is decoded.
+                continue
+            if original != path:
+                copies[path] = original
+    return copies
+
+
+def _still_valid(root: Path, entry: dict[str, Any], path: Path, caption: Caption) -> bool:
+    """Whether a journal entry still describes the video, its caption and its files. Drops are always tried again."""
+    stat = path.stat()
+    if entry["dropped"] or (entry["bytes"], entry["mtime_ns"]) != (stat.st_size, stat.st_mtime_ns) or \
+            (entry["caption"], entry["caption_origin"]) != (caption.text, caption.origin):
+        return False
+    files = [root / sample["file"] for sample in entry["samples"]]
+    return all(file.is_file() and file.stat().st_size == sample["bytes"]
+               for file, sample in zip(files, entry["samples"]))
