@@ -1,0 +1,85 @@
+"""The Triton kernels without a GPU: their results in the interpreter, and their compilation for Hopper."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dsv.kernels.selection import KVSelection
+
+SHARED_MEMORY_LIMIT = 227 * 1024
+
+# (head dim, q_block_size, kv_block_size): the largest users of shared memory and registers of each kind of tile.
+CONFIGURATIONS = [(128, 64, 64), (128, 128, 128), (96, 128, 1), (256, 64, 64), (256, 128, 128)]
+
+
+def test_kernels_in_the_interpreter():
+    cases = Path(__file__).with_name("triton_interpreter_cases.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)],
+                            env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+
+
+def _selection(rows: int, twin: KVSelection | None, *, tokens: int, heads: int, q_block: int, kv_block: int):
+    def meta(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return KVSelection(
+        kv_indices=meta(64, torch.int32), row_start=meta((1, heads, rows), torch.int64),
+        row_count=meta((1, heads, rows), torch.int32), kv_length=meta((1, heads), torch.int32), num_queries=tokens,
+        num_keys=tokens, q_block_size=q_block, kv_block_size=kv_block, max_row_count=64, transposed=twin)
+
+
+def _launches(head_dim: int, q_block: int, kv_block: int):
+    """Every launch of a forward and backward over bf16 meta tensors."""
+    from megatron_dsv.kernels.sparse_attention.triton import launch
+
+    tokens, heads = 4096, 8
+    sizes = {"tokens": tokens, "heads": heads, "q_block": q_block, "kv_block": kv_block}
+    selection = _selection(tokens // q_block, _selection(tokens // kv_block, None, **sizes), **sizes)
+    x = torch.empty(tokens, 1, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(1, heads, tokens, device="meta")
+    yield launch.plan_forward(x, x, x, x, rows, selection, 0.1)
+    yield launch.plan_dq(x, x, x, x, x, rows, rows, x, selection, 0.1)
+    if kv_block == 1:
+        fp32 = torch.empty_like(x, dtype=torch.float32)
+        yield launch.plan_dkv_scatter(x, x, x, x, rows, rows, fp32, fp32, selection, 0.1)
+    else:
+        yield launch.plan_dkv(x, x, x, x, rows, rows, x, x, selection, 0.1)
+
+
+def _compile_for_hopper(launched):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+    signature, constants, attributes = {}, dict(launched.constants), {}
+    for position, name in enumerate(launched.kernel.arg_names):
+        value = launched.arguments.get(name)
+        if name in launched.constants or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants.setdefault(name, value)
+        elif isinstance(value, torch.Tensor):
+            signature[name] = names[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
+            attributes[position,] = [["tt.divisibility", 16]]
+    source = ASTSource(launched.kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": launched.tile.num_warps, "num_stages": launched.tile.num_stages})
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@pytest.mark.parametrize(("head_dim", "q_block", "kv_block"), CONFIGURATIONS)
+def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block, kv_block):
+    for launched in _launches(head_dim, q_block, kv_block):
+        compiled = _compile_for_hopper(launched)
+        assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
+        assert "wgmma.mma_async" in compiled.asm["ptx"], "the tensor cores of this generation are not in use"

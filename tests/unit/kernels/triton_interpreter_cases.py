@@ -1,0 +1,92 @@
+"""Cases of the Triton kernels for the CPU interpreter; test_sparse_attention_triton.py runs them in their own process.
+
+TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
+"""
+
+import pytest
+import torch
+
+from megatron_dsv.kernels.sparse_attention import api
+from megatron_dsv.testing.attention_oracle import (
+    AttentionCase,
+    assert_within_budget,
+    oracle,
+    random_qkv,
+    random_selection,
+    rounded_reference,
+    token_mask,
+)
+
+CASES = [
+    AttentionCase(s=100, sk=130, b=1, h=2, heads_kv=1, d=16, q_block=64, kv_block=64, kv_padding=9),
+    AttentionCase(s=140, sk=150, b=1, h=1, heads_kv=1, d=32, q_block=128, kv_block=128, kv_padding=5),
+    AttentionCase(s=140, sk=100, b=1, h=2, heads_kv=2, d=96, q_block=128, kv_block=64),
+    AttentionCase(s=70, sk=60, b=2, h=2, heads_kv=1, d=16, q_block=32, kv_block=16, kv_padding=6),
+    AttentionCase(s=60, sk=50, b=1, h=2, heads_kv=1, d=16, q_block=24, kv_block=40),
+    AttentionCase(s=40, sk=40, b=1, h=2, heads_kv=2, d=64, q_block=16, kv_block=8, kv_padding=3),
+    AttentionCase(s=140, sk=90, b=1, h=2, heads_kv=1, d=16, q_block=64, kv_block=1, kv_padding=8),
+]
+
+
+def _run(case, dtype, *, seed=0, deterministic=False, twin=True):
+    selection, blocks = random_selection(case, seed=seed)
+    selection = selection.with_transposed() if twin else selection
+    mask = token_mask(blocks, selection)
+    q, k, v, dout = random_qkv(case, seed=seed, dtype=dtype)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = oracle(*leaves, mask, case.d ** -0.5)
+    exact = (out.detach(), *torch.autograd.grad(out, leaves, dout.double()))
+    rounded = rounded_reference(dout, q, k, v, mask, case.d ** -0.5)
+    for item in range(case.b):
+        for head, length in enumerate(selection.kv_length[item].tolist()):
+            k[length:, item, head], v[length:, item, head] = torch.nan, torch.nan
+    torch.use_deterministic_algorithms(True)
+    try:
+        got_out, got_lse = api.forward(q, k, v, selection, backend="triton")
+        grads = api.backward(dout, q, k, v, got_out, got_lse, selection, backend="triton", deterministic=deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, got, low, true in zip(("out", "dq", "dk", "dv"), (got_out, *grads), rounded, exact):
+        assert_within_budget(got, low, true, name)
+    empty = ~mask.any(-1)
+    assert torch.equal(torch.isneginf(got_lse), empty)
+    torch.testing.assert_close(got_lse[~empty].double(), lse.detach()[~empty], rtol=1e-5, atol=1e-5)
+    assert not got_out.permute(1, 2, 0, 3)[empty].any()
+    assert not grads[0].permute(1, 2, 0, 3)[empty].any()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(case, torch.float16) for case in CASES] + [(CASES[i], torch.float32) for i in (0, 3, 6)],
+    ids=str)
+def test_kernels_match_the_oracle_with_poisoned_outputs_and_padding(case, dtype):
+    _run(case, dtype)
+
+
+def test_token_lists_are_deterministic_over_the_twin():
+    case = AttentionCase(s=40, sk=12, b=1, h=2, heads_kv=1, d=16, q_block=16, kv_block=1, kv_padding=2)
+    _run(case, torch.float16, deterministic=True, twin=False)
+
+
+def test_autograd_reaches_the_kernels():
+    case = AttentionCase(s=64, sk=64, b=1, h=2, heads_kv=1, d=16, q_block=64, kv_block=64)
+    selection, _ = random_selection(case, special_rows=False)
+    q, k, v, _ = random_qkv(case, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = api.sparse_attention(*leaves, selection, backend="triton")
+    reference = api.sparse_attention(*leaves, selection, backend="reference")
+    torch.testing.assert_close(out, reference)
+    # An expanded gradient, as a sum hands over.
+    for mine, exact in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(reference.sum(), leaves)):
+        torch.testing.assert_close(mine, exact)
+
+
+def test_limits_name_the_way_out():
+    case = AttentionCase(s=16, sk=16, b=1, h=1, heads_kv=1, d=16, q_block=16, kv_block=16)
+    selection, _ = random_selection(case)
+    for dtype in (torch.float64, torch.bfloat16):
+        q, k, v, _ = random_qkv(case, dtype=dtype)
+        with pytest.raises(NotImplementedError, match=f"TRITON_INTERPRET=1, got {dtype}; use backend='reference'"):
+            api.forward(q, k, v, selection, backend="triton")
+    wide = torch.zeros(16, 1, 1, 320)
+    with pytest.raises(NotImplementedError, match="head dims up to 256, got 320; use backend='reference'"):
+        api.forward(wide, wide, wide, selection, backend="triton")
