@@ -19,7 +19,7 @@ from torch import Tensor
 DEFAULT_DIM = 256
 DEFAULT_MAX_TOKENS = 64
 _ENCODER_VERSION = 1
-_WORD_WEIGHT = 4
+_WORD_WEIGHT = 2
 _END = "\x03"
 
 

@@ -75,7 +75,7 @@ def test_description_finds_the_weights_and_notices_others(wan_folder: Path, imag
     assert torch.equal(again.encode(video_of(1, 8)), codec.encode(video_of(1, 8)))
     with pytest.raises(ValueError, match="--codec-folder must hold the weights that made the latents"):
         codec_from_description(description, folder=image_folder)
-    with pytest.raises(ValueError, match="--codec-folder must be a folder with the config.json"):
+    with pytest.raises(ValueError, match=r"--codec-folder must be a folder with the config\.json"):
         codec_from_description(description, folder=tmp_path / "moved")
 
 
