@@ -1,0 +1,43 @@
+# `make demo` and `make test` are complete on a fresh machine with Python 3.12: they install what they need first.
+SHELL := /bin/bash
+PYTHON ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+# One thread per process: tests and demo run several ranks on few cores.
+RUN := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+
+.PHONY: help install demo test lint type configs-check doctor
+help:
+	@echo "make demo           prepare real clips, train dense to sparse, resume, sample (CPU, minutes)"
+	@echo "make test           all tests that need no GPU"
+	@echo "make lint type configs-check"
+	@echo "make doctor         what is installed and what runs where"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints/ci.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 && $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || \
+	  { echo "make: Python 3.12 is required and '$(PYTHON)' is not it: install Python 3.12 or run make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev,vae,wandb]' -c constraints/ci.txt
+	@touch $@
+
+demo: $(STAMP)
+	$(RUN) $(BIN)/python scripts/demo.py
+
+test: $(STAMP)
+	$(RUN) $(BIN)/python -m pytest -m "not gpu and not multigpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+configs-check: $(STAMP)
+	$(RUN) $(BIN)/dsv configs-check
+
+doctor: $(STAMP)
+	$(RUN) $(BIN)/dsv doctor

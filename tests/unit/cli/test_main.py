@@ -1,0 +1,70 @@
+import importlib
+import sys
+
+import pytest
+
+from megatron_dsv.cli import doctor
+from megatron_dsv.cli.main import COMMANDS, main
+
+
+def test_a_command_is_imported_only_when_asked_for(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("megatron_dsv.cli.") and not name.endswith("main")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert not [f"megatron_dsv.cli.{module}" for module, _ in COMMANDS.values()
+                if f"megatron_dsv.cli.{module}" in sys.modules]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_two_functions(name, capsys):
+    module = importlib.import_module(f"megatron_dsv.cli.{COMMANDS[name][0]}")
+    assert callable(module.add_arguments)
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+
+
+def test_misuse_is_one_line_and_status_2(capsys):
+    assert main(["report", "no-such-folder"]) == 2
+    error = capsys.readouterr().err
+    assert error == ("dsv report: error: the folder must be one that --tensorboard-dir named, got no-such-folder, "
+                     "which does not exist\n")
+
+
+def test_doctor_passes_where_the_tests_run(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "megatron-core" in out
+    assert "Training can run on this host." in out
+
+
+def test_doctor_says_what_is_wrong(monkeypatch, capsys):
+    versions = {"megatron-core": "0.18.2"}
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._megatron, doctor._psutil))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "0.18.2; its internals are extended for ==0.19.2" in out
+    assert "Training cannot run: mend megatron-core, psutil." in out
+
+
+def test_doctor_tells_the_unrelated_apex(monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor._apex().state == "broken"
+    assert "unrelated package" in doctor._apex().detail
+    (tmp_path / "apex" / "optimizers.py").write_text("")
+    importlib.invalidate_caches()
+    assert doctor._apex().state == "ok"
+
+
+def test_the_pin_is_read_from_the_metadata():
+    assert doctor.pinned("megatron-core") == "==0.19.2"
+    assert doctor.pinned("torch").startswith("<2.15")
+    assert doctor.pinned("no-such-package") == ""

@@ -1,0 +1,52 @@
+import csv
+
+import pytest
+
+from megatron_dsv.cli.main import main
+from megatron_dsv.cli.report import read, table
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "run" / "tensorboard") as writer:
+        for step in range(1, 6):
+            writer.add_scalar("dsv/recall", 0.1 * step, step)
+            writer.add_scalar("dsv/layer_003/recall", 0.2, step)
+            writer.add_scalar("lm loss", 2.0 / step, step)
+    return tmp_path / "run"
+
+
+def test_every_point_is_read(run_folder):
+    series = read(str(run_folder))
+    assert dict(series["lm loss"]) == pytest.approx({step: 2.0 / step for step in range(1, 6)})
+    assert [step for step, _ in series["dsv/recall"]] == [1, 2, 3, 4, 5]
+
+
+def test_the_table_gives_first_last_and_range(run_folder):
+    text = table({"lm loss": [(1, 4.0), (2, 1.0), (3, float("nan")), (7, 2.0)], "dsv/mfu": [(7, 0.5)]})
+    loss, mfu = (line.split() for line in text.splitlines()[1:])
+    assert loss == ["lm", "loss", "1-7", "4", "2", "1", "4"]
+    assert mfu == ["dsv/mfu", "7-7", "0.5", "0.5", "0.5", "0.5", "1"]
+
+
+def test_csv_plot_and_layers(run_folder, tmp_path, capsys):
+    assert main(["report", str(run_folder), "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]) == 0
+    out = capsys.readouterr().out
+    assert "dsv/recall" in out
+    assert "layer_003" not in out
+    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert len(rows) == 10
+    assert {row["name"] for row in rows} == {"dsv/recall", "lm loss"}
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(run_folder), "--layers", "--match", "layer_003"]) == 0
+    assert "dsv/layer_003/recall" in capsys.readouterr().out
+
+
+def test_misuse(run_folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty")]) == 2
+    assert "must hold TensorBoard event files" in capsys.readouterr().err
+    assert main(["report", str(run_folder), "--match", "nothing"]) == 2
+    assert "no metric matches --match 'nothing'" in capsys.readouterr().err
