@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_dsv.platform import cpu, resume_schedule, validation
+
 PIN = "0.19.2"
 _applied = False
 
@@ -25,8 +27,6 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    from megatron_dsv.platform import cpu
-
     with warnings.catch_warnings():
         # Ten warnings that Transformer Engine and Apex are absent: they are optional here, `dsv doctor` reports them.
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|transformer-engine|Apex).*")
@@ -35,6 +35,7 @@ def apply() -> None:
     _keep_shipped_helpers()
     _install_fused_adam()
     _let_current_length_win()
+    _name_the_flag_of_another_schedule()
     _report_validation_without_ppl()
     _applied = True
 
@@ -122,65 +123,56 @@ def _install_fused_adam() -> None:
     distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
-# Scheduler state -> flags, for what must be as it was saved, and for what follows from the length of the run.
-_SCHEDULE_FLAGS = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_warmup_steps": "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
-    "lr_decay_style": "--lr-decay-style",
-    "start_wd": "--weight-decay or --start-weight-decay",
-    "end_wd": "--weight-decay or --end-weight-decay",
-    "wd_incr_style": "--weight-decay-incr-style",
-}
-_LENGTH_FLAGS = {
-    "lr_decay_steps": "--train-iters, --lr-decay-iters or their samples",
-    "wd_incr_steps": "--train-iters or --train-samples",
-}
-
-
 def _let_current_length_win() -> None:
     """Let a run be extended: a resume with another `--train-iters` follows the schedule of the current flags.
 
     `OptimizerParamScheduler._check_and_set` (core/optimizer_param_scheduler.py) stops any resume whose schedule
-    differs, at a bare assertion; but a longer run differs by intent. Other differences still stop, with the flag's
-    name. Can go when Megatron treats the length apart from the rest.
+    differs, at a bare assertion; but a longer run differs by intent. Can go when Megatron treats the length apart.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.training.utils import print_rank_0
 
     load_state_dict = _current(OptimizerParamScheduler, "load_state_dict", ("self", "state_dict"))
 
     @functools.wraps(load_state_dict)
     def load(self: Any, state_dict: dict[str, Any]) -> None:
         if not (self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler):
-            state_dict = _with_current_length(self, state_dict)
+            current = self.state_dict()
+            lengths = sorted(resume_schedule.changed_lengths(current, state_dict))
+            if lengths:
+                changes = ", ".join(f"{key} {state_dict[key]} -> {current[key]}" for key in lengths)
+                print_rank_0(f"> the length of the run follows the current flags (in samples): {changes}")
+            state_dict = state_dict | {key: current[key] for key in lengths}
         load_state_dict(self, state_dict)
 
     OptimizerParamScheduler.load_state_dict = load
 
 
-def _with_current_length(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved schedule with the current length in it; ValueError for any other difference."""
-    from megatron.training.utils import print_rank_0
+def _name_the_flag_of_another_schedule() -> None:
+    """Refuse a resume with another learning rate or decay before anything is loaded, in words.
 
-    lengths = {key for key in _LENGTH_FLAGS if key in saved and saved[key] != getattr(scheduler, key)}
-    if {"lr_warmup_steps", "lr_decay_steps"} <= saved.keys():
-        # A warm-up given as a fraction of the run follows its length.
-        same_fraction = (
-            saved["lr_warmup_steps"] * scheduler.lr_decay_steps == scheduler.lr_warmup_steps * saved["lr_decay_steps"]
-        )
-        if same_fraction and saved["lr_warmup_steps"] != scheduler.lr_warmup_steps:
-            lengths.add("lr_warmup_steps")
-    for key, flags in _SCHEDULE_FLAGS.items():
-        if key in saved and key not in lengths and saved[key] != getattr(scheduler, key):
-            raise ValueError(
-                f"{flags} gives {key} = {getattr(scheduler, key)!r}, but the checkpoint was saved with {saved[key]!r}; "
-                "give the saved value, or --override-opt_param-scheduler to take the current flags for the whole "
-                "schedule, or --use-checkpoint-opt_param-scheduler to take the checkpoint's"
-            )
-    if lengths:
-        changes = ", ".join(f"{key} {saved[key]} -> {getattr(scheduler, key)}" for key in sorted(lengths))
-        print_rank_0(f"> the length of the run follows the current flags (in samples): {changes}")
-    return saved | {key: getattr(scheduler, key) for key in lengths}
+    `load_checkpoint` (training/checkpointing.py) stops in the optimizer, at "Could not find parameter group with key
+    (None, 0.02, ...)" or a KeyError of that tuple, or in the scheduler, at an assertion. Can go when they name flags.
+    """
+    from megatron.training import checkpointing, get_args, training
+
+    load_checkpoint = _current(training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
+    load_common = _current(checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0"))
+
+    @functools.wraps(load_checkpoint)
+    def checked_load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any) -> Any:
+        args = get_args()
+        resumes = args.load is not None and not (args.finetune or args.no_load_optim)
+        if resumes and opt_param_scheduler is not None and args.ckpt_format == "torch_dist":
+            common = load_common(args.load, args, rank0=True)[0] or {}
+            if "opt_param_scheduler" in common:
+                one_side_wins = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+                resume_schedule.check(
+                    opt_param_scheduler.state_dict(), common["opt_param_scheduler"], one_side_wins=one_side_wins
+                )
+        return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+
+    training.load_checkpoint = checked_load
 
 
 def _report_validation_without_ppl() -> None:
@@ -190,8 +182,6 @@ def _report_validation_without_ppl() -> None:
     to wandb only if TensorBoard is on, too. Can go when Megatron lets a model choose what is printed.
     """
     from megatron.training import training
-
-    from megatron_dsv.platform import validation
 
     original = _current(training, "evaluate_and_print_results", validation.PARAMETERS)
     _current(training, "evaluate", validation.EVALUATE_PARAMETERS)

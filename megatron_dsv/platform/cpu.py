@@ -42,6 +42,7 @@ def enable() -> None:
     _replace_rng()
     _allow_no_cuda()
     _fork_save_queue()
+    _refuse_async_save()
     _active = _CudaOnCpu()
     _active.__enter__()
 
@@ -268,3 +269,13 @@ def _fork_save_queue() -> None:
 
     spawn_queue = filesystem_async.get_write_results_queue
     filesystem_async.get_write_results_queue = lambda mp_mode="fork": spawn_queue("fork")
+
+
+def _refuse_async_save() -> None:
+    """On a GPU the worker gets a copy of the tensors in host memory; here it would write those being trained."""
+    from megatron.training import initialize
+
+    def refuse(rank: int, mp_mode: str = "spawn") -> None:
+        raise NotImplementedError("--async-save needs CUDA: drop it on a host without")
+
+    initialize.init_persistent_async_worker = refuse

@@ -1,5 +1,6 @@
 """Run a whole `pretrain()` on forked CPU ranks and get its numbers at full precision."""
 
+import functools
 import importlib
 import tempfile
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def _record(log: RunLog, keep_state: bool) -> None:
 
     training_log, evaluate, train = training.training_log, training.evaluate, training.train
 
+    @functools.wraps(training_log)
     def recording_training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int,
                                loss_scale: Any, report_memory_flag: Any, skipped_iter: Any, grad_norm: Any,
                                *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +105,7 @@ def _record(log: RunLog, keep_state: bool) -> None:
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag,
                             skipped_iter, grad_norm, *args, **kwargs)
 
+    @functools.wraps(evaluate)
     def recording_evaluate(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0]:
@@ -110,6 +113,7 @@ def _record(log: RunLog, keep_state: bool) -> None:
             log.validation.append((done, {name: float(value) for name, value in result[0].items()}))
         return result
 
+    @functools.wraps(train)
     def recording_train(forward_step_func: Any, model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(forward_step_func, model, optimizer, *args, **kwargs)
         if keep_state:

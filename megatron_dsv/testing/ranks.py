@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -88,6 +89,7 @@ class _RankMain:
 
     def __init__(self, rank: int, world_size: int, folder: Path, logs: Path | None, writer: Connection) -> None:
         self.rank, self.world_size, self.folder, self.logs, self.writer = rank, world_size, folder, logs, writer
+        self.parent = os.getpid()
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         os.setsid()  # so that what a rank starts dies with it
@@ -100,6 +102,9 @@ class _RankMain:
             log = os.open(self.logs / f"rank{self.rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            # A test runner may have put objects of its own in their place.
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         with open(self.folder / f"stack{self.rank}", "w") as stack_file:
             faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
             try:
@@ -109,17 +114,14 @@ class _RankMain:
                 message = (True, pickle.dumps(fn(*args)))
             except BaseException:
                 message = (False, traceback.format_exc())
-            _flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             self.writer.send(message)
             self.writer.close()
-        os._exit(0)  # interpreter and process-group teardown have nothing left to tell
-
-
-def _flush() -> None:
-    import sys
-
-    sys.stdout.flush()
-    sys.stderr.flush()
+            # A rank that leaves closes the connections of those still at work; the parent ends all of them together.
+            while os.getppid() == self.parent:
+                time.sleep(0.1)
+        os._exit(0)
 
 
 def _collect(readers: list[Connection], timeout: float, deadline: float) -> dict[int, tuple[bool, Any]]:
@@ -161,9 +163,10 @@ def _describe(
 
 
 def _kill(process: Any) -> None:
-    if process.is_alive():
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            process.kill()
+    """End a rank and what it started, which may outlive it; its zombie keeps the group's number until the join."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        # It never got as far as leading a group.
+        process.kill()
     process.join()

@@ -198,5 +198,6 @@ BASE = """
 --weight-decay 0.1 --clip-grad 1.0 --eval-interval 3 --eval-iters 1 --log-interval 1 --seed 7
 --tokenizer-type NullTokenizer --vocab-size 1 --position-embedding-type none --dataloader-type single
 --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --attention-backend unfused
---no-create-attention-mask-in-dataloader --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable
-""".split()  # noqa: SIM905
+--no-create-attention-mask-in-dataloader --disable-bias-linear --ckpt-format torch_dist
+--dist-ckpt-optim-fully-reshardable
+""".split()
