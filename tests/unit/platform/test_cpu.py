@@ -24,7 +24,8 @@ def test_cuda_devices_are_the_cpu():
         torch.cuda.set_rng_state(state)
         return {
             "sum": y.tolist(), "device": str(y.device), "type": torch.ones(1).type(),
-            "cast": x.type(torch.float64).dtype, "same": torch.equal(first, torch.randn(2)), "time": start.elapsed_time(end) >= 0,
+            "cast": x.type(torch.float64).dtype, "same": torch.equal(first, torch.randn(2)),
+            "time": start.elapsed_time(end) >= 0,
             "available": torch.cuda.is_available(),
         }
 
