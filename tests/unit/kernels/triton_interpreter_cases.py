@@ -3,6 +3,8 @@
 TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,18 @@ def test_kernels_match_the_oracle_with_poisoned_outputs_and_padding(case, dtype)
 def test_token_lists_are_deterministic_over_the_twin():
     case = AttentionCase(s=40, sk=12, b=1, h=2, heads_kv=1, d=16, q_block=16, kv_block=1, kv_padding=2)
     _run(case, torch.float16, deterministic=True, twin=False)
+
+
+def test_padding_does_not_overflow_below_very_negative_logits():
+    case = AttentionCase(s=16, sk=24, b=1, h=1, heads_kv=1, d=16, q_block=16, kv_block=16, kv_padding=3)
+    selection, _ = random_selection(replace(case, keep=1.0), special_rows=False)
+    q, k, v, dout = random_qkv(case, dtype=torch.float32)
+    q, k = q.abs() + 5, -k.abs() - 20
+    out, lse = api.forward(q, k, v, selection, backend="triton")
+    assert lse.max() < -200
+    grads = api.backward(dout, q, k, v, out, lse, selection, backend="triton")
+    for mine, exact in zip(grads, api.backward(dout, q, k, v, out, lse, selection, backend="reference")):
+        torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
 
 
 def test_autograd_reaches_the_kernels():
