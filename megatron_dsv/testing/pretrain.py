@@ -126,7 +126,7 @@ def _record(log: RunLog, keep_state: bool) -> None:
     training.train = recording_train
 
 
-def _names(model: list[Any]) -> dict[torch.nn.Parameter, str]:
+def _names(model: list[Any]) -> dict[torch.Tensor, str]:
     from megatron.core.utils import unwrap_model
 
     return {

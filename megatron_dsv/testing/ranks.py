@@ -72,7 +72,7 @@ def run_ranks(
             processes.append(process)
             readers.append(reader)
         try:
-            results = _collect(readers, timeout, time.monotonic() + timeout)
+            results = _collect(readers, time.monotonic() + timeout)
             failures = {rank: text for rank, (ok, text) in results.items() if not ok}
             missing = [rank for rank in range(world_size) if rank not in results]
             if failures or missing:
@@ -111,7 +111,7 @@ class _RankMain:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{self.folder}/rendezvous", rank=self.rank, world_size=self.world_size
                 )
-                message = (True, pickle.dumps(fn(*args)))
+                message: tuple[bool, bytes | str] = (True, pickle.dumps(fn(*args)))
             except BaseException:
                 message = (False, traceback.format_exc())
             sys.stdout.flush()
@@ -124,15 +124,15 @@ class _RankMain:
         os._exit(0)
 
 
-def _collect(readers: list[Connection], timeout: float, deadline: float) -> dict[int, tuple[bool, Any]]:
+def _collect(readers: list[Connection], deadline: float) -> dict[int, tuple[bool, Any]]:
     """Messages by rank until all have come, the deadline passes, or the grace after the first failure is over."""
     results: dict[int, tuple[bool, Any]] = {}
-    pending = dict(zip(readers, range(len(readers))))
+    pending: dict[Any, int] = {reader: rank for rank, reader in enumerate(readers)}
     while pending and time.monotonic() < deadline:
         for reader in wait(list(pending), timeout=max(0.0, deadline - time.monotonic())):
-            rank = pending.pop(reader)  # type: ignore[arg-type]
+            rank = pending.pop(reader)
             try:
-                results[rank] = reader.recv()  # type: ignore[union-attr]
+                results[rank] = readers[rank].recv()
             except EOFError:
                 results[rank] = (False, "the process died without a Python exception (killed, or os._exit)")
             if not results[rank][0]:

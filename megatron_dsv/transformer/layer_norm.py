@@ -27,9 +27,9 @@ class LocalNorm:
         NotImplementedError: `--apply-layernorm-1p`.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, elementwise_affine: bool = True
-    ) -> torch.nn.Module:  # type: ignore[misc]
+    ) -> torch.nn.Module:
         if config.normalization not in _CLASSES:
             raise ValueError(f"--normalization must be one of {sorted(_CLASSES)}, got {config.normalization!r}")
         if config.layernorm_zero_centered_gamma:
