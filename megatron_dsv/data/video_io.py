@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -37,12 +37,14 @@ class VideoInfo:
         width, height: pixels as displayed, that is after rotation and with square pixels.
         pts: presentation timestamps of all frames, ascending, in units of the stream's time base.
         times: the same in seconds, from 0 for the first frame.
+        keyframes: timestamps where decoding can start, ascending, in units of the time base.
     """
 
     width: int
     height: int
     pts: tuple[int, ...]
     times: tuple[float, ...]
+    keyframes: tuple[int, ...] = ()
 
 
 def is_image(path: Path) -> bool:
@@ -60,7 +62,8 @@ def probe(path: Path) -> VideoInfo:
         with _opened(path) as container:
             video = _video_stream(container)
             base = video.time_base or Fraction(1, 1)
-            pts = [packet.pts for packet in container.demux(video) if packet.size and not packet.is_discard]
+            packets = [(packet.pts, packet.is_keyframe) for packet in container.demux(video)
+                       if packet.size and not packet.is_discard]
         with _opened(path) as container:
             first = next(container.decode(_video_stream(container)), None)
             if first is None:
@@ -73,10 +76,11 @@ def probe(path: Path) -> VideoInfo:
         width, height = height, width
     if is_image(path):
         return VideoInfo(width, height, (0,), (0.0,))
-    known = sorted({value for value in pts if value is not None})
-    if len(known) != len(pts) or not known:
+    known = sorted({pts for pts, _ in packets if pts is not None})
+    if len(known) != len(packets) or not known:
         raise UnreadableVideoError("frames have no timestamps; remux the file to mp4 or mkv")
-    return VideoInfo(width, height, tuple(known), tuple(float((value - known[0]) * base) for value in known))
+    return VideoInfo(width, height, tuple(known), tuple(float((value - known[0]) * base) for value in known),
+                     tuple(sorted(pts for pts, is_key in packets if is_key)))
 
 
 def resampled_frames(times: Sequence[float], fps: float | None) -> list[int]:
@@ -97,34 +101,90 @@ def resampled_frames(times: Sequence[float], fps: float | None) -> list[int]:
     return [int(frame) for frame in np.where(nearer_before, after - 1, after)]
 
 
-def read_frames(path: Path, info: VideoInfo, frames: Sequence[int], height: int, width: int) -> Tensor:
-    """Frames of a file, scaled with their aspect kept to cover height x width, and cropped at the centre.
+class FrameReader:
+    """Reads clips of one file, scaled with their aspect kept to cover height x width and cropped at the centre.
+
+    Clips in ascending order are decoded in one pass; a jump costs at most the way from the keyframe before it.
 
     Args:
         path: the file that ``info`` was probed from.
         info: result of ``probe``.
-        frames: frame numbers, ascending; repeats are allowed.
         height, width: pixels of the result.
-
-    Returns:
-        fp32 [3, len(frames), height, width] in [-1, 1].
-
-    Raises:
-        UnreadableVideoError: a wanted frame cannot be decoded.
     """
-    wanted = [info.pts[frame] for frame in frames]
-    try:
-        found = _decode(path, wanted, height, width, seek=True)
-        if len(found) < len(set(wanted)):
-            # Some containers seek past the wanted frame: read from the start instead.
-            found = _decode(path, wanted, height, width, seek=False)
-    except (av.error.FFmpegError, OSError, EOFError) as error:
-        raise UnreadableVideoError(_reason(error)) from error
-    missing = [frame for frame, value in zip(frames, wanted) if value not in found]
-    if missing:
-        raise UnreadableVideoError(f"frame {missing[0]} (at {info.times[missing[0]]:.2f} s) cannot be decoded")
-    pixels = torch.from_numpy(np.stack([found[value] for value in wanted]))
-    return pixels.permute(3, 0, 1, 2).float() / 127.5 - 1
+
+    def __init__(self, path: Path, info: VideoInfo, height: int, width: int) -> None:
+        self._path = path
+        self._info = info
+        self._size = height, width
+        self._reformatter = VideoReformatter()
+        self._pass = ExitStack()
+        self._decoded: Iterator[Any] = iter(())
+        self._aspect = 1.0
+        self._position: int | None = None
+        self._fitted: dict[int, np.ndarray] = {}
+
+    def __enter__(self) -> FrameReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pass.close()
+
+    def read(self, frames: Sequence[int]) -> Tensor:
+        """Frames by number, ascending, repeats allowed: fp32 [3, len(frames), height, width] in [-1, 1].
+
+        Raises:
+            UnreadableVideoError: a wanted frame cannot be decoded.
+        """
+        wanted = [self._info.pts[frame] for frame in frames]
+        try:
+            self._decode(wanted)
+            if not self._fitted.keys() >= set(wanted):
+                # Some containers seek past the wanted frame: read from the start instead.
+                self._start_pass(None)
+                self._decode(wanted)
+        except (av.error.FFmpegError, OSError, EOFError) as error:
+            raise UnreadableVideoError(_reason(error)) from error
+        for frame, pts in zip(frames, wanted):
+            if pts not in self._fitted:
+                raise UnreadableVideoError(f"frame {frame} (at {self._info.times[frame]:.2f} s) cannot be decoded")
+        pixels = torch.from_numpy(np.stack([self._fitted[pts] for pts in wanted]))
+        return pixels.permute(3, 0, 1, 2).float() / 127.5 - 1
+
+    def _decode(self, wanted: Sequence[int]) -> None:
+        """Adds the wanted frames to the fitted ones, as many as are met; forgets frames before the first."""
+        self._fitted = {pts: pixels for pts, pixels in self._fitted.items() if pts >= wanted[0]}
+        remaining = {pts for pts in wanted if pts not in self._fitted}
+        if not remaining:
+            return
+        first, last = min(remaining), max(remaining)
+        position = self._position
+        if position is None or first <= position or any(position < key <= first for key in self._info.keyframes):
+            self._start_pass(first)
+        for frame in self._decoded:
+            self._position = 0 if is_image(self._path) else frame.pts
+            if self._position in remaining:
+                if frame.is_corrupt:
+                    raise UnreadableVideoError(f"damaged data at timestamp {self._position}")
+                self._fitted[self._position] = _fit(frame, self._aspect, self._reformatter, *self._size)
+            if self._position is not None and self._position >= last:
+                break
+
+    def _start_pass(self, first: int | None) -> None:
+        """Opens the file anew, at the keyframe before timestamp ``first``, or at its start."""
+        self._pass.close()
+        container = self._pass.enter_context(_opened(self._path))
+        video = _video_stream(container)
+        self._aspect = _pixel_aspect(container)
+        self._position = None
+        if first is not None and not is_image(self._path):
+            container.seek(first, stream=video)
+        self._decoded = container.decode(video)
+
+
+def read_frames(path: Path, info: VideoInfo, frames: Sequence[int], height: int, width: int) -> Tensor:
+    """The frames of one clip; see ``FrameReader``."""
+    with FrameReader(path, info, height, width) as reader:
+        return reader.read(frames)
 
 
 def write_mp4(path: Path, video: Tensor, fps: float) -> None:
@@ -184,28 +244,6 @@ def _pixel_aspect(container: Any) -> float:
     """Width over height of one pixel as displayed."""
     ratio = _video_stream(container).sample_aspect_ratio
     return float(ratio) if ratio else 1.0
-
-
-def _decode(path: Path, wanted: Sequence[int], height: int, width: int, *, seek: bool) -> dict[int, np.ndarray]:
-    """Fitted frames uint8 [H, W, 3] by timestamp, as many of the wanted ones as are met."""
-    remaining, last = set(wanted), max(wanted)
-    found: dict[int, np.ndarray] = {}
-    with _opened(path) as container:
-        video = _video_stream(container)
-        aspect = _pixel_aspect(container)
-        reformatter = VideoReformatter()
-        if seek and not is_image(path):
-            container.seek(min(wanted), stream=video)
-        for frame in container.decode(video):
-            pts = 0 if is_image(path) else frame.pts
-            if pts in remaining:
-                if frame.is_corrupt:
-                    raise UnreadableVideoError(f"damaged data at timestamp {pts}")
-                found[pts] = _fit(frame, aspect, reformatter, height, width)
-                remaining.discard(pts)
-            if not remaining or (pts is not None and pts > last):
-                break
-    return found
 
 
 def _fit(frame: Any, aspect: float, reformatter: VideoReformatter, height: int, width: int) -> np.ndarray:

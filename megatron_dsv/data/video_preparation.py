@@ -82,32 +82,33 @@ def prepare_video(job: VideoJob, codec: VideoCodec) -> dict[str, Any]:
         entry["notes"].append("enlarged")
     if len(frames) > len(info.times):
         entry["notes"].append("frames_repeated")
-    for start in clip_starts(len(frames), bucket.frames, job.stride, job.clips_per_video):
-        chosen = frames[start:start + bucket.frames]
-        try:
-            sample = _prepare_clip(job, codec, info, entry["sha256"], bucket, start, chosen)
-        except video_io.UnreadableVideoError as error:
-            drop("unreadable", str(error))
-            continue
-        if sample is None:
-            drop("non_finite_latents", f"clip at {info.times[chosen[0]]:.2f} s")
-        else:
-            entry["samples"].append(sample)
+    shared = {"shape": list(codec.latent_shape(bucket.frames, bucket.height, bucket.width)), "caption": job.caption,
+              "source": job.source, "source_sha256": entry["sha256"], "pixels": str(bucket),
+              "text_tokens": job.text.shape[0]}
+    with video_io.FrameReader(job.path, info, bucket.height, bucket.width) as reader:
+        for start in clip_starts(len(frames), bucket.frames, job.stride, job.clips_per_video):
+            chosen = frames[start:start + bucket.frames]
+            facts = {**shared, "start_frame": start, "start_seconds": round(info.times[chosen[0]], 6)}
+            try:
+                sample = _prepare_clip(job, codec, reader, chosen, facts)
+            except video_io.UnreadableVideoError as error:
+                drop("unreadable", str(error))
+                continue
+            if sample is None:
+                drop("non_finite_latents", f"clip at {info.times[chosen[0]]:.2f} s")
+            else:
+                entry["samples"].append(sample)
     return entry
 
 
-def _prepare_clip(job: VideoJob, codec: VideoCodec, info: video_io.VideoInfo, source_sha256: str, bucket: PixelBucket,
-                  start: int, chosen: list[int]) -> dict[str, Any] | None:
+def _prepare_clip(job: VideoJob, codec: VideoCodec, reader: video_io.FrameReader, chosen: list[int],
+                  facts: dict[str, Any]) -> dict[str, Any] | None:
     """Index line of one clip, written now or before; None if its latents are not finite."""
-    facts = {"shape": list(codec.latent_shape(bucket.frames, bucket.height, bucket.width)), "caption": job.caption,
-             "source": job.source, "source_sha256": source_sha256, "start_frame": start,
-             "start_seconds": round(info.times[chosen[0]], 6), "pixels": str(bucket),
-             "text_tokens": job.text.shape[0]}
     key = json_sha256([facts, job.settings_sha256])[:32]
     known = dataset_folder.recover_sample(job.root, key)
     if known is not None:
         return known
-    latents = codec.encode(video_io.read_frames(job.path, info, chosen, bucket.height, bucket.width))
+    latents = codec.encode(reader.read(chosen))
     stored = latents.to(dataset_folder.LATENT_DTYPES[job.latent_dtype])
     if not torch.isfinite(stored).all():
         return None

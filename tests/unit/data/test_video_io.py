@@ -39,6 +39,16 @@ def test_chosen_frames_of_a_real_clip_are_those_of_sequential_decoding(real_clip
     assert np.abs(got - decoded(path)[frames].astype(np.float32)).mean() < 1.0
 
 
+def test_one_reader_gives_any_sequence_of_clips(real_clips: Path) -> None:
+    """Next clip, overlap, gap, backwards and the same again: each as if it were the only one."""
+    path = real_clips / "carphone_pristine.mp4"
+    info = probe(path)
+    with video_io.FrameReader(path, info, 144, 193) as reader:
+        for frames in ([0, 1, 2], [3, 4, 5], [4, 5, 6], [40, 41], [10, 10, 12], [10, 12], [118, 119]):
+            assert torch.equal(reader.read(frames), read_frames(path, info, frames, 144, 193))
+    assert info.keyframes[0] == info.pts[0]
+
+
 def test_written_video_reads_back_in_order_and_colour(tmp_path: Path, make_video: Callable[..., Path]) -> None:
     path = make_video(tmp_path / "v.mp4", 12, fps=24)
     info = probe(path)

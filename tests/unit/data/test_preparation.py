@@ -1,0 +1,308 @@
+"""`dsv prepare` on real clips: content, resumption after a kill, change detection, drops, and every refusal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_dsv.cli.main import main
+from megatron_dsv.data import dataset_folder, video_preparation
+from megatron_dsv.data.codecs import HaarCodec
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.data.text import HashTextEncoder
+from megatron_dsv.data.video_io import probe, read_frames
+
+SHAPE = ["--frames", "5", "--height", "32", "--width", "48"]
+
+
+def flags(source: Path, output: Path, *more: str) -> list[str]:
+    return ["prepare", "--input", str(source), "--output", str(output), *SHAPE, "--text-dim", "16", *more]
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Content of a data set, without the journal's time stamps and the report's account of reuse."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*"))
+            if path.is_file() and path.name not in (".lock", "journal.jsonl", "report.json")}
+
+
+def report(root: Path) -> dict[str, Any]:
+    return json.loads((root / "report.json").read_text())
+
+
+@pytest.fixture
+def small_videos(tmp_path: Path, make_video: Callable[..., Path]) -> Path:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for number in range(3):
+        make_video(folder / f"clip_{number}.mp4", 12, height=32, width=48, seed=number)
+    return folder
+
+
+def test_samples_are_the_codec_on_the_right_frames(clip_folder: Path, tmp_path: Path) -> None:
+    (clip_folder / "bikes.txt").write_text("two people ride bikes")
+    out = tmp_path / "set"
+    assert main(flags(clip_folder, out, "--clips-per-video", "2", "--fps", "12.5", "--latent-dtype", "fp32")) == 0
+    data = LatentDataset(out)
+    assert len(data) == 6
+    assert data.buckets == {(16, 2, 4, 6): [0, 1, 2, 3, 4, 5]}
+    record = next(number for number in range(6) if data.facts(number)["source"] == "bikes.mp4")
+    facts = data.facts(record)
+    path = clip_folder / "bikes.mp4"
+    # 12.5 frames a second of a 25 frames a second video: every second frame.
+    frames = [2 * (facts["start_frame"] + step) for step in range(5)]
+    expected = HaarCodec().encode(read_frames(path, probe(path), frames, 32, 48))
+    item = data[record]
+    assert torch.equal(item["latents"], expected)
+    text = HashTextEncoder(dim=16).encode(["two people ride bikes"])[0]
+    assert item["text_length"] == 5
+    assert torch.equal(item["text"][:5], text)
+    assert not item["text"][5:].any()
+    assert torch.equal(data.null_text[:1], HashTextEncoder(dim=16).encode([""])[0])
+    with safe_open(out / facts["file"], "pt") as stream:
+        assert json.loads(stream.metadata()["sample"])["caption"] == "two people ride bikes"
+    assert report(out)["captions"] == {"name": 2, "txt": 1}
+
+
+def test_killed_at_any_moment_it_goes_on_to_the_same_data_set(clip_folder: Path, tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert main(flags(clip_folder, straight)) == 0
+    command = [sys.executable, "-m", "megatron_dsv.cli.main", *flags(clip_folder, resumed, "--workers", "1")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not len(list(resumed.glob("samples/*/*.safetensors"))) > 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.005)
+    children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    killed_with = len(list(resumed.glob("samples/*/*.safetensors")))
+    assert killed_with < len(LatentDataset(straight))
+    with pytest.raises(ValueError, match="--latent-data must be a finished data set, got "):
+        LatentDataset(resumed)
+    while any(Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]
+              for child in children):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
+    assert main(flags(clip_folder, resumed)) == 0
+    assert tree(resumed) == tree(straight)
+
+
+@pytest.mark.parametrize("crash_at", [1, 2, 3, 5, 8, 10, 11, 12])
+def test_a_crash_at_any_write_leaves_nothing_half_done(small_videos: Path, tmp_path: Path, crash_at: int,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert main(flags(small_videos, straight)) == 0
+    replaced = 0
+
+    class Crash(BaseException):
+        pass
+
+    def replace(source: Any, target: Any) -> None:
+        nonlocal replaced
+        replaced += 1
+        if replaced == crash_at:
+            raise Crash
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_folder.os, "replace", replace)
+        with pytest.raises(Crash):
+            main(flags(small_videos, resumed))
+    if (resumed / "journal.jsonl").exists():
+        with (resumed / "journal.jsonl").open("ab") as journal:
+            journal.write(b'{"source": "clip_')
+    for path in resumed.glob("samples/*/[!.]*"):
+        dataset_folder.read_sample(path)
+    assert main(flags(small_videos, resumed)) == 0
+    assert tree(resumed) == tree(straight)
+    assert main(["prepare", "--verify", str(resumed)]) == 0
+
+
+def test_finished_videos_are_not_touched_again_and_changed_ones_are(
+        small_videos: Path, tmp_path: Path, make_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "set"
+    assert main(flags(small_videos, out)) == 0
+    before = tree(out)
+    probed: list[str] = []
+    monkeypatch.setattr(video_preparation.video_io, "probe", lambda path: (probed.append(path.name), probe(path))[1])
+    assert main(flags(small_videos, out)) == 0
+    assert (probed, tree(out), report(out)["reused_videos"]) == ([], before, 3)
+
+    make_video(small_videos / "clip_1.mp4", 12, height=32, width=48, seed=99)
+    (small_videos / "clip_2.txt").write_text("a new caption")
+    (small_videos / "clip_0.mp4").unlink()
+    make_video(small_videos / "clip_3.mp4", 6, height=32, width=48, seed=3)
+    assert main(flags(small_videos, out)) == 0
+    assert probed == ["clip_1.mp4", "clip_2.mp4", "clip_3.mp4"]
+    assert report(out)["removed_samples"] == 6
+    fresh = tmp_path / "fresh"
+    assert main(flags(small_videos, fresh)) == 0
+    assert tree(out) == tree(fresh)
+
+    os.utime(small_videos / "clip_1.mp4", (1, 1))
+    (out / LatentDataset(out).facts(0)["file"]).unlink()
+    assert main(flags(small_videos, out)) == 0
+    assert tree(out) == tree(fresh)
+
+
+def test_everything_dropped_is_accounted_for(small_videos: Path, tmp_path: Path, make_video: Callable[..., Path],
+                                             capsys: pytest.CaptureFixture[str],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(small_videos / "clip_0.mp4", small_videos / "copy.mp4")
+    make_video(small_videos / "short.mp4", 4)
+    (small_videos / "broken.mp4").write_bytes(b"no video at all")
+    shutil.copy(small_videos / "clip_1.mp4", small_videos / "mute.mp4")
+    with (small_videos / "mute.mp4").open("ab") as stream:
+        stream.write(b"\0" * 8)
+    (small_videos / "mute.txt").write_text(" \n")
+    (small_videos / "notes.md").write_text("x")
+    encode = HaarCodec.encode
+
+    def poisoned(self: HaarCodec, video: torch.Tensor) -> torch.Tensor:
+        latents = encode(self, video)
+        return latents * float("nan") if poisoned_path == "clip_2.mp4" else latents
+
+    poisoned_path = ""
+
+    def noted(path: Path) -> Any:
+        nonlocal poisoned_path
+        poisoned_path = path.name
+        return probe(path)
+
+    monkeypatch.setattr(HaarCodec, "encode", poisoned)
+    monkeypatch.setattr(video_preparation.video_io, "probe", noted)
+    table = tmp_path / "captions.csv"
+    table.write_text("file,caption\nclip_0.mp4,one two\nnowhere.mp4,x\n")
+    out = tmp_path / "set"
+    arguments = flags(small_videos, out, "--captions", str(table), "--text-max-tokens", "2")
+    assert main([*arguments, "--strict"]) == 1
+    printed = capsys.readouterr()
+    found = report(out)
+    assert {drop["source"]: drop["reason"] for drop in found["dropped"]} == {
+        "copy.mp4": "duplicate", "short.mp4": "too_short", "broken.mp4": "unreadable", "mute.mp4": "empty_caption",
+        "clip_2.mp4": "non_finite_latents"}
+    assert found["drop_counts"] == {"unreadable": 1, "non_finite_latents": 2, "duplicate": 1, "empty_caption": 1,
+                                    "too_short": 1}
+    assert found["ignored_files"] == ["notes.md"]
+    assert found["unused_caption_rows"] == ["nowhere.mp4"]
+    assert found["captions"] == {"csv": 1, "name": 4}
+    assert found["notes"] == {"caption_truncated": 3}
+    assert found["samples"] == 4
+    assert "short.mp4: too_short, 4 frames, needs 5" in printed.out
+    assert "copy.mp4: duplicate, same content as clip_0.mp4" in printed.out
+    assert printed.err.splitlines()[-1] == "dsv prepare: error: --strict, and 6 videos or clips were dropped"
+    monkeypatch.setattr(HaarCodec, "encode", encode)
+    assert main(arguments) == 0
+    assert report(out)["samples"] == 6
+
+
+def test_buckets_take_videos_and_stills_apart(small_videos: Path, tmp_path: Path, clip_folder: Path) -> None:
+    import av
+
+    frame = av.VideoFrame.from_ndarray((torch.rand(64, 48, 3) * 255).to(torch.uint8).numpy(), format="rgb24")
+    frame.save(small_videos / "still.png")
+    shutil.copy(clip_folder / "bikes.mp4", small_videos)
+    out = tmp_path / "set"
+    assert main(["prepare", "--input", str(small_videos), "--output", str(out), "--bucket", "64x48x1", "32x48x9",
+                 "--bucket", "32x80x5", "--clips-per-video", "1"]) == 0
+    data = LatentDataset(out)
+    by_shape = {shape: [data.facts(record)["source"] for record in records] for shape, records in data.buckets.items()}
+    assert by_shape == {(16, 1, 8, 6): ["still.png"], (16, 2, 4, 10): ["bikes.mp4"],
+                        (16, 3, 4, 6): ["clip_0.mp4", "clip_1.mp4", "clip_2.mp4"]}
+    assert not data[data.buckets[16, 1, 8, 6][0]]["latents"].isnan().any()
+
+
+def test_verify_finds_every_kind_of_damage(small_videos: Path, tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "set"
+    assert main(flags(small_videos, out)) == 0
+    assert main(["prepare", "--verify", str(out)]) == 0
+    data = LatentDataset(out)
+    flipped, gone = (out / data.facts(record)["file"] for record in (0, 1))
+    content = bytearray(flipped.read_bytes())
+    content[-1] ^= 1
+    flipped.write_bytes(content)
+    gone.unlink()
+    (flipped.parent / "stray.safetensors").write_bytes(b"x")
+    (out / "null_text.safetensors").write_bytes(b"x")
+    capsys.readouterr()
+    assert main(["prepare", "--verify", str(out)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "content differs from its checksum", "content differs from its checksum", "No such file or directory",
+        "not in the index"]
+
+
+@pytest.mark.parametrize(("changed", "flag"), [
+    (["--fps", "5"], "--fps"), (["--stride", "2"], "--stride"), (["--latent-dtype", "fp32"], "--latent-dtype"),
+    (["--codec-channels", "8"], "--codec"), (["--text-max-tokens", "9"], "--text-encoder"),
+    (["--clips-per-video", "1"], "--clips-per-video"),
+    (["--frames", "9"], "--height, --width, --frames or --bucket"),
+])
+def test_other_settings_need_another_output(small_videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                            changed: list[str], flag: str) -> None:
+    out = tmp_path / "set"
+    assert main(flags(small_videos, out)) == 0
+    before = tree(out)
+    capsys.readouterr()
+    assert main([*flags(small_videos, out), *changed]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"dsv prepare: error: {flag} must be as it was when {out} was prepared")
+    assert message.endswith("for other settings use another --output")
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--input", "{tmp}/none", "--output", "{tmp}/o", *SHAPE], "--input must be a folder of videos, got .*not exist"),
+    (["--output", "{tmp}/o", *SHAPE], "--input must name a folder, got nothing"),
+    (["--input", "{tmp}", *SHAPE], "--output must name a folder, got nothing"),
+    (["--input", "{tmp}", "--output", "{tmp}/o", *SHAPE], "--input must hold videos or images .*which has none"),
+    (["--input", "{in}", "--output", "{tmp}/o", "--frames", "5"], "--height must be given, or --bucket in place of"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--bucket", "8x8x1"], "--height must be left out beside"),
+    (["--input", "{in}", "--output", "{tmp}/o", "--bucket", "8x8x4"],
+     r"--frames must be 4k\+1 for codec haar, got 4; the nearest smaller one is 1 \(clips of 8x8x4\)"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--fps", "0"], "--fps must be above 0, got 0"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--clips-per-video", "some"],
+     "--clips-per-video must be a positive number or all, got some"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--workers", "-1"], "--workers must be at least 0, got -1"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--latent-dtype", "fp8"], "--latent-dtype must be one of bf16"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--device", "gpu"], "--device must be a torch device"),
+    (["--input", "{in}", "--output", "{in}", *SHAPE], "--output must be an empty or new folder, or a data set, got"),
+    (["--verify", "{in}"], r"--verify must be a folder written by `dsv prepare`, got .*which has no dataset\.json"),
+])
+def test_misuse_is_one_line_that_names_the_flag(small_videos: Path, tmp_path: Path, arguments: list[str], message: str,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    filled = [text.replace("{tmp}", str(empty)).replace("{in}", str(small_videos)) for text in arguments]
+    assert main(["prepare", *filled]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "video/s" not in line and line]
+    assert len(lines) == 1
+    assert re.search(f"^dsv prepare: error: {message}", lines[0]), lines[0]
+
+
+def test_one_writer_at_a_time_and_nothing_prepared(small_videos: Path, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "set"
+    out.mkdir()
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(flags(small_videos, out)) == 2
+    assert "--output must not be in use" in capsys.readouterr().err
+    assert main([*flags(small_videos, out), "--frames", "81"]) == 1
+    assert "--input gave no sample" in capsys.readouterr().err.splitlines()[-1]
