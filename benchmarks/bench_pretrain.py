@@ -52,7 +52,7 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """One process of the entry script, read off its output."""
     command = [
         sys.executable, str(ROOT / "pretrain_video_dit.py"), "--config", f"model/{args.preset}",
-        "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0",
+        "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0", "--eval-interval", "1000",
         "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", str(args.steps), "--lr", "1e-4",
         "--bf16", "--log-interval", "1", "--recompute-granularity", "full", "--recompute-method", "uniform",
         "--recompute-num-layers", "1", "--num-workers", "2", "--transformer-impl", args.transformer_impl,

@@ -62,8 +62,9 @@ class DSVConfig:
         None, "force this share of key blocks to be kept in every head; unset uses the measured budget of each head.",
         above=0, maximum=1)
     dsv_min_keep_ratio: float = knob(0.02, "floor of the kept share of a head.", minimum=0, maximum=1)
-    dsv_dense_above: float = knob(
-        0.5, "a layer whose budget keeps more than this share of its blocks stays dense.", minimum=0, maximum=1)
+    dsv_dense_above: float | None = knob(
+        None, "a layer whose budget keeps more than this share of its blocks stays dense; unset decides by measured "
+        "kernel times where this device has them, else at 0.5.", minimum=0, maximum=1)
     dsv_budget_mass: float = knob(
         0.95, "attention mass of a query group that its key budget must hold, measured in whole blocks.",
         above=0, maximum=1)

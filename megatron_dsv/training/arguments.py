@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import torch
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
@@ -59,7 +58,9 @@ def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
     with _quiet_ranks():
         args = _parse_and_validate(argv, check_files=True)
         with _megatron_errors(args):
-            set_global_variables(args)
+            # A tokenizer would be built, and transformers imported, for text that is never tokenised.
+            args.padded_vocab_size = args.vocab_size
+            set_global_variables(args, build_tokenizer=False)
     return args
 
 
@@ -113,17 +114,16 @@ def defaults(parser: argparse.ArgumentParser) -> None:
         vocab_size=1,
         seq_length=1,
         max_position_embeddings=1,
+        # Megatron divides by it, also where nothing is evaluated.
+        eval_interval=1000,
         dataloader_type="single",
         calculate_per_token_loss=True,
         ckpt_format="torch_dist",
         dist_ckpt_optim_fully_reshardable=True,
-        # The other strategy needs nvidia-resiliency-ext.
-        async_strategy="mcore",
     )
-    if not torch.cuda.is_available():
-        from megatron_dsv.platform import cpu
+    from megatron_dsv.platform import compat, cpu
 
-        parser.set_defaults(**cpu.defaults())
+    parser.set_defaults(**compat.defaults() | cpu.defaults())
 
 
 def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
@@ -162,6 +162,7 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
         sys.argv = program
     args.config = expansion.files
     args.launch_argv = list(argv)
+    args.expanded_argv = expansion.argv
     args.launch_settings = settings
     args.launch_gpus = expansion.gpus
     validate(args, check_files=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import nn
@@ -30,13 +31,18 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
     """Megatron's ``load_checkpoint`` with a look at the checkpoint before it."""
 
     def guarded_load_checkpoint(ddp_model: Any, *rest: Any, **kwargs: Any) -> Any:
-        from megatron.training.utils import unwrap_model
+        from megatron.core.utils import unwrap_model
 
         folder = _folder(args, kwargs.get("load_arg", "load"))
         if folder is None:
             return load_checkpoint(ddp_model, *rest, **kwargs)
         models = unwrap_model(ddp_model)
-        with_dsv = _agree(lambda: inspect_checkpoint(folder, models))
+
+        def inspect() -> bool:
+            check_optimizer(folder, args)
+            return inspect_checkpoint(folder, models)
+
+        with_dsv = _agree(inspect)
         if with_dsv:
             return load_checkpoint(ddp_model, *rest, **kwargs)
         with _without_dsv_state(models) as left_out:
@@ -78,6 +84,24 @@ def inspect_checkpoint(folder: Path, models: Iterable[nn.Module]) -> bool:
         raise CheckpointError(f"--load {folder} holds only a part of the predictors: {missing_dsv[0]} is missing; "
                               "use the --dsv-predictor-* flags it was trained with")
     return not missing_dsv
+
+
+def check_optimizer(folder: Path, args: argparse.Namespace) -> None:
+    """Raises CheckpointError if the optimizer state was saved by the other kind of optimizer.
+
+    Megatron stores the state of the distributed optimizer under other keys and has no conversion.
+    """
+    if args.no_load_optim or args.finetune:
+        return
+    try:
+        content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    except Exception:
+        return  # an unreadable folder is reported by the look at its tensors
+    distributed = "distrib_optim_sharding_type" in content
+    if distributed != args.use_distributed_optimizer:
+        raise CheckpointError(
+            f"--load {folder} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, this run "
+            f"{'without' if distributed else 'with'} it; use the same, or --no-load-optim for the weights alone")
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Map-style data sets for Megatron's samplers: latent records joined with the noise, timestep and text drop of a sample.
+"""Map-style data sets for Megatron's samplers: latent records joined with a sample's noise, timestep and text drop.
 
 Everything is a pure function of the seed and the global sample index, so tensor- and pipeline-parallel ranks agree,
 data-parallel ranks differ, and a resumed run draws what the straight run would have drawn.

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.metrics import Recorder
 from megatron_dsv.sparsity.profile import GroupProfile, update_running
 from megatron_dsv.sparsity.schedule import LayerState, Stage, advance
-from megatron_dsv.training.predictor_optimizer import PredictorOptimizer, PredictorStep
+from megatron_dsv.training.predictor_optimizer import PredictorOptimizer
 from megatron_dsv.transformer.self_attention import DSVSelfAttention
 
 
@@ -56,12 +57,15 @@ class DSVController:
         dsv: the sparse-attention configuration.
         groups: process groups.
         num_layers: of the whole model.
+        recorder: takes the numbers of each step for the log.
     """
 
-    def __init__(self, model: Iterable[nn.Module], dsv: DSVConfig, groups: DSVGroups, num_layers: int) -> None:
+    def __init__(self, model: Iterable[nn.Module], dsv: DSVConfig, groups: DSVGroups, num_layers: int,
+                 recorder: Recorder) -> None:
         self.dsv = dsv
         self.groups = groups
         self.num_layers = num_layers
+        self.recorder = recorder
         self.attentions = {module.layer_number: module for chunk in model for module in chunk.modules()
                            if isinstance(module, DSVSelfAttention)}
         predictors = {number: attention.predictor for number, attention in self.attentions.items()
@@ -70,7 +74,6 @@ class DSVController:
             predictors, data_group=groups.data, tensor_group=groups.tensor, model_group=groups.model,
             weight_decay=dsv.dsv_predictor_weight_decay, clip_grad=dsv.dsv_predictor_clip_grad) if predictors else None
         self.num_tokens = 0
-        self.last_step: PredictorStep | None = None
         self.profiled_at: int | None = None
         self.layer_reports: list[LayerReport] = []
         self._step: int | None = None
@@ -97,8 +100,11 @@ class DSVController:
         """To be called once a step, after the last backward and before the backbone's optimizer."""
         if self._step is None or self.optimizer is None:
             return
-        self.last_step = self.optimizer.step(
+        done = self.optimizer.step(
             {number: self._learning_rate(attention) for number, attention in self.attentions.items()})
+        self.recorder.record("dsv/predictor_loss", done.loss)
+        self.recorder.record("dsv/predictor_grad_norm", done.grad_norm)
+        self.recorder.record("dsv/predictor_skipped_layers", len(done.skipped_layers))
         if self._profiles(self._step):
             self._absorb_profiles()
             self.profiled_at = self._step

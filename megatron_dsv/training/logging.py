@@ -57,27 +57,25 @@ def _numbers(run: TrainingRun, seconds: float) -> dict[str, float]:
     if controller is None:
         return numbers
     samples = get_current_global_batch_size()
-    tokens = samples * controller.num_tokens
     reports = controller.layer_reports
     kept = [report.keep_ratio if report.sparse else 1.0 for report in reports] or None
     world = torch.distributed.get_world_size()
     dense, useful = (3 * samples * forward_flops(run.args, controller.num_tokens, ratios) / seconds / world / 1e12
                      for ratios in (None, kept))
-    numbers |= {"dsv/tokens_per_second": tokens / seconds, "dsv/tflops_dense": dense, "dsv/tflops_useful": useful}
+    record = run.recorder.record
+    record("dsv/tokens_per_second", samples * controller.num_tokens / seconds)
+    record("dsv/tflops_dense", dense)
+    record("dsv/tflops_useful", useful)
     peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak is not None:
-        numbers["dsv/mfu"] = useful / peak
-    if controller.last_step is not None:
-        numbers["dsv/predictor_loss"] = float(controller.last_step.loss)
-        numbers["dsv/predictor_grad_norm"] = float(controller.last_step.grad_norm)
-        numbers["dsv/predictor_skipped_layers"] = len(controller.last_step.skipped_layers)
+        record("dsv/mfu", useful / peak)
     if reports:
-        numbers["dsv/sparse_layers"] = sum(report.sparse for report in reports)
+        record("dsv/sparse_layers", sum(report.sparse for report in reports))
         for name in ("sparsity", "keep_ratio", "recall"):
             values = [getattr(report, name) for report in reports if not math.isnan(getattr(report, name))]
             if values:
-                numbers[f"dsv/{name}"] = sum(values) / len(values)
-    return numbers
+                record(f"dsv/{name}", sum(values) / len(values))
+    return numbers | run.recorder.report()
 
 
 def _write(numbers: dict[str, float], iteration: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from megatron_dsv.platform import compat, cpu
@@ -19,6 +20,8 @@ def main(argv: list[str]) -> None:
     from megatron_dsv.training import arguments
 
     args = arguments.parse(argv)
+    # Megatron's fault-tolerance set-up parses the command line a second time.
+    sys.argv = [sys.argv[0], *args.expanded_argv]
     from megatron_dsv.training.checkpoint_guard import CheckpointError
 
     try:
@@ -45,10 +48,10 @@ def _train(args: Any) -> None:
     from megatron_dsv.training.run import TrainingRun
 
     try:
-        latents = LatentDataset(args.latent_data, text_length=args.latent_text_length or args.dit_text_length)
+        run = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
+        run.check_data()
     except ValueError as error:
         arguments.exit_with(error)
-    run = TrainingRun(args, latents)
     run.set_sequence_length()
 
     def model_provider(pre_process: bool = True, post_process: bool = True, config: Any = None,
@@ -56,7 +59,8 @@ def _train(args: Any) -> None:
         model = build_model(args, pre_process, post_process, pg_collection, vp_stage)
         groups = DSVGroups(data=model.pg_collection.dp_cp, tensor=model.pg_collection.tp,
                            pipeline=model.pg_collection.pp, model=model.pg_collection.mp)
-        run.controller = DSVController([model], from_args(DSVConfig, args), groups, args.num_layers)
+        run.controller = DSVController([model], from_args(DSVConfig, args), groups, args.num_layers,
+                                       run.recorder)
         model.config.finalize_model_grads_func = finalize_with(lambda: run.controller, finalize_model_grads)
         return model
 

@@ -18,7 +18,8 @@ from megatron_dsv.transformer.predictor import LowRankPredictor
 
 @dataclass(frozen=True)
 class PredictorStep:
-    """What one update did: mean loss of this rank's layers, gradient norm over all predictors, layers left out."""
+    """What one update did: mean loss and gradient norm over the predictors of the whole model, this stage's layers left
+    out for a non-finite gradient."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -77,9 +78,9 @@ class PredictorOptimizer:
             if layer not in bad:
                 self._apply(self.predictors[layer], learning_rates[layer])
             self.predictors[layer].clear()
-        mean_losses = losses / counts.clamp_min(1)
-        used = (counts > 0).sum().clamp_min(1)
-        return PredictorStep(mean_losses.sum() / used, norm, bad)
+        totals = torch.stack([(losses / counts.clamp_min(1)).sum(), (counts > 0).sum().double()])
+        torch.distributed.all_reduce(totals, group=self.model_group)
+        return PredictorStep(totals[0] / totals[1].clamp_min(1), norm, bad)
 
     def _non_finite_layers(self, layers: Sequence[int]) -> list[int]:
         """Layers with a NaN or infinite gradient on some rank of the data- or tensor-parallel group."""

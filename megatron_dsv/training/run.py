@@ -1,4 +1,4 @@
-"""What one launch shares between Megatron's callbacks: arguments, data, controller. It replaces module-level globals."""
+"""What one launch shares between Megatron's callbacks: arguments, data, controller. It replaces globals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.config_fields import from_args
 from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.metrics import Recorder
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.sparsity.token_layout import TokenLayout
@@ -27,12 +28,14 @@ class TrainingRun:
         latents: the prepared data set.
         controller: drives DSV; None until the model is built.
         loss_bins: loss by timestep since the last log line.
+        recorder: DSV's numbers since the last log line.
     """
 
     args: argparse.Namespace
     latents: LatentDataset
     controller: DSVController | None = None
     loss_bins: LossBins = field(init=False)
+    recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         self.loss_bins = LossBins(self.args.flow_loss_bins)
@@ -48,6 +51,18 @@ class TrainingRun:
     def num_tokens(self, latent_shape: tuple[int, int, int]) -> int:
         """Real tokens of a latent video (T, Y, X)."""
         return self.layout(latent_shape).num_tokens
+
+    def check_data(self) -> None:
+        """Raises ValueError unless the data set's channels and text width are the model's."""
+        for flag, wanted, got in (
+                ("--dit-latent-channels", self.dit.dit_latent_channels, sorted({s[0] for s in self.latents.buckets})),
+                ("--dit-text-dim", self.dit.dit_text_dim, [self.latents.text_dim])):
+            if got != [wanted]:
+                raise ValueError(f"{flag} must be the data set's {' or '.join(map(str, got))}, got {wanted}; set it "
+                                 f"so, or prepare {self.latents.root} anew")
+        if self.args.latent_valid_samples >= len(self.latents):
+            raise ValueError(f"--latent-valid-samples must be below the {len(self.latents)} samples of --latent-data, "
+                             f"got {self.args.latent_valid_samples}")
 
     def set_sequence_length(self) -> None:
         """Tells Megatron the longest padded sequence of the data set; pipeline stages size their buffers by it."""

@@ -119,7 +119,7 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
 
 
 def _velocity(model: torch.nn.Module, text: Tensor, null_text: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-    """The sampler's model: velocity of latents [b, C, T, Y, X] at fp32 timesteps [b], with text [1, L, D] or without."""
+    """The sampler's model: velocity of latents [b, C, T, Y, X] at timesteps [b], with text [1, L, D] or without."""
 
     def velocity(latents: Tensor, timesteps: Tensor, conditional: bool) -> Tensor:
         given = (text if conditional else null_text).expand(latents.shape[0], -1, -1)

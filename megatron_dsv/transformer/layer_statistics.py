@@ -79,7 +79,7 @@ class LayerStatistics(KeepsPrecision):
 
     @torch.no_grad()
     def update(self, running: Tensor, layer_means: Tensor, state: LayerState) -> None:
-        """Stores new running statistics [3, h] in the order of ``STATISTICS``, their means [3], and the schedule state."""
+        """Stores running statistics [3, h] in the order of ``STATISTICS``, their means [3], and the schedule state."""
         for name, value in zip(STATISTICS, running, strict=True):
             self.get_buffer(f"head_{name}").copy_(value)
         self.get_buffer("means").copy_(layer_means)

@@ -6,6 +6,7 @@ groups, Nk key/value blocks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 
@@ -22,6 +23,12 @@ from megatron_dsv.sparsity.selection_rules import select
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.sparsity.windows import window_selection
 from megatron_dsv.transformer.layer_statistics import LayerStatistics
+
+
+@functools.cache
+def device_name() -> str | None:
+    """Name of the CUDA device, for the table of measured times; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 class Selector:
@@ -65,7 +72,7 @@ class Selector:
             return False
         return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
                           q_block_size=self.dsv.dsv_q_block_size, kv_block_size=self.dsv.dsv_kv_block_size,
-                          dense_above=self.dsv.dsv_dense_above).sparse
+                          dense_above=self.dsv.dsv_dense_above, device=device_name()).sparse
 
     def window(self, layout: TokenLayout, batch: int, device: torch.device) -> KVSelection:
         """The window baseline of ``layout``, with its key-major twin; built once a shape."""

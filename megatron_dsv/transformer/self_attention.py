@@ -44,7 +44,8 @@ class DSVSelfAttention(SelfAttention):
     calls ``begin_step`` before each step; ``training/dsv_controller.py`` does, and updates predictors and statistics.
 
     Args:
-        config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name: Megatron's.
+        config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name: as in
+            SelfAttention.
         dsv: the sparse-attention configuration.
         full_width_qk_norm: RMS norm of queries and keys over all heads (Wan 2.1) instead of Megatron's per-head norm.
         seed: initialises the predictor.

@@ -4,7 +4,8 @@ import torch
 from megatron_dsv.transformer.rope3d import apply_rope, axis_dims, rope_tables, rotation_table, sincos_embedding
 
 
-@pytest.mark.parametrize(("dim", "expected"), [(128, (44, 42, 42)), (64, (24, 20, 20)), (16, (8, 4, 4)), (96, (32, 32, 32))])
+@pytest.mark.parametrize(("dim", "expected"), [
+    (128, (44, 42, 42)), (64, (24, 20, 20)), (16, (8, 4, 4)), (96, (32, 32, 32))])
 def test_axis_split_is_wans(dim, expected):
     # Wan 2.1: d - 4 (d // 6), 2 (d // 6), 2 (d // 6)
     assert axis_dims(dim) == (dim - 4 * (dim // 6), 2 * (dim // 6), 2 * (dim // 6)) == expected

