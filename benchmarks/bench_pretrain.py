@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import re
 import statistics
@@ -21,11 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from megatron_dsv import presets
+from megatron_dsv.config_fields import parse_sizes
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.models.embeddings import token_grid
+
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?\| loss: ([-+.\dEenaif]+)")
-TOKENS = re.compile(r"step\s+(\d+) \|.*?dsv/tokens_per_second: ([-+.\de]+)")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
-BACKEND = re.compile(r"(sparse_attention|dense_attention)\b.*", re.IGNORECASE)
 
 
 def main() -> int:
@@ -52,7 +58,7 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """One process of the entry script, read off its output."""
     command = [
         sys.executable, str(ROOT / "pretrain_video_dit.py"), "--config", f"model/{args.preset}",
-        "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0", "--eval-interval", "1000",
+        "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0",
         "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", str(args.steps), "--lr", "1e-4",
         "--bf16", "--log-interval", "1", "--recompute-granularity", "full", "--recompute-method", "uniform",
         "--recompute-num-layers", "1", "--num-workers", "2", "--transformer-impl", args.transformer_impl,
@@ -69,13 +75,11 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         (Path(args.logs) / f"{args.preset}-{arm}-{args.transformer_impl}.log").write_text(done.stdout)
     steps = {int(number): (float(ms), float(loss)) for number, ms, loss in STEP.findall(done.stdout)}
-    rates = [float(rate) for _, rate in TOKENS.findall(done.stdout)]
     counted = [ms for number, (ms, _) in steps.items() if number > args.skip]
     if done.returncode or not counted:
         print(done.stdout[-6000:], file=sys.stderr)
     step_ms = statistics.median(counted) if counted else float("nan")
-    tokens = round(statistics.median(rate * ms / 1e3 for rate, (ms, _) in zip(rates, steps.values(), strict=False))) \
-        if rates else 0
+    tokens = tokens_of(args)
     memory = [float(megabytes) for megabytes in MEMORY.findall(done.stdout)]
     losses = [loss for _, loss in steps.values()]
     return {
@@ -88,6 +92,13 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None,
         "recompute": "full", "completed": done.returncode == 0 and len(steps) == args.steps,
         "wall_s": round(time.monotonic() - started, 1), "versions": versions()}
+
+
+def tokens_of(args: argparse.Namespace) -> int:
+    """Tokens of the data set's largest shape under the preset's patch."""
+    preset = yaml.safe_load(presets.path(f"model/{args.preset}").read_text())
+    patch = parse_sizes(preset.get("dit-patch-size", "1x2x2"))
+    return max(math.prod(token_grid(shape[1:], patch)) for shape in LatentDataset(args.latent_data).buckets)
 
 
 def versions() -> dict[str, str]:

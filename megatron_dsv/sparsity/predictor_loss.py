@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megatron_dsv.kernels.fusion import fused_on_cuda
 from megatron_dsv.sparsity.lengths import Length, key_lengths
 
 _TILE_ELEMENTS = 2**24
@@ -107,6 +108,7 @@ def predictor_loss_and_grads(q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k:
     return total * mean, (grad_q * mean).to(q_lr_rows.dtype), (grad_k * mean).to(k_lr.dtype)
 
 
+@fused_on_cuda
 def _row_losses(student: Tensor, teacher: Tensor, real: Tensor, wanted: Tensor | None, cosine_weight: float,
                 norm_weight: float) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [rows], its gradient by the student's scores [rows, s] and which rows count [rows]."""

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_dsv.transformer.fusion import fused_on_cuda
+from megatron_dsv.kernels.fusion import fused_on_cuda
 
 
 @fused_on_cuda

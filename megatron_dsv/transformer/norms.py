@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_dsv.transformer.fusion import fused_on_cuda
+from megatron_dsv.kernels.fusion import fused_on_cuda
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dsv.transformer.fusion import fused_on_cuda
+from megatron_dsv.kernels.fusion import fused_on_cuda
 
 
 class RopeTables(NamedTuple):

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dsv.kernels.fusion import fused_on_cuda
+
 _TEMPORARY_BYTES = 256 << 20
 
 
@@ -40,15 +42,15 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_
     step = max(1, _TEMPORARY_BYTES // (3 * 4 * b * h * proxies * max(1, sk)))
     parts = []
     for first in range(0, groups, step):
-        logits = _logits(queries[:, :, :, first:first + step], keys, softmax_scale)
-        parts.append(_reduce(logits.masked_fill(padding, -torch.inf), kv_block_size, reduction))
+        logits = _logits(queries[:, :, :, first:first + step], keys)
+        parts.append(_reduce(logits, padding, softmax_scale, kv_block_size, reduction))
     if not parts:
         return torch.empty((b, h, 0, -(-sk // kv_block_size)), dtype=torch.float32, device=k_lr.device)
     return torch.cat(parts, dim=3).flatten(1, 2).float()
 
 
-def _logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[b, G, n, c, P, r] x [b, G, r, sk] -> [b, G, n, c, P, sk], fp32 (fp64 for fp64 inputs)."""
+def _logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """[b, G, n, c, P, r] x [b, G, r, sk] -> [b, G, n, c, P, sk], fp32 (fp64 for fp64 inputs), not yet scaled."""
     left, right = queries.flatten(2, 4).flatten(0, 1), keys.flatten(0, 1)
     if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
         scores = torch.bmm(left, right, out_dtype=torch.float32)
@@ -56,11 +58,13 @@ def _logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         scores = torch.bmm(left, right)
     else:
         scores = torch.bmm(left.float(), right.float())
-    return (scores * scale).unflatten(0, keys.shape[:2]).unflatten(2, queries.shape[2:5])
+    return scores.unflatten(0, keys.shape[:2]).unflatten(2, queries.shape[2:5])
 
 
-def _reduce(logits: Tensor, kv_block_size: int, reduction: str) -> Tensor:
-    """[b, G, n, c, P, sk] with -inf at padding -> [b, G, n, c, Nk]."""
+@fused_on_cuda
+def _reduce(logits: Tensor, padding: Tensor, scale: float, kv_block_size: int, reduction: str) -> Tensor:
+    """[b, G, n, c, P, sk] and what of it is padding -> [b, G, n, c, Nk]."""
+    logits = (logits * scale).masked_fill(padding, -torch.inf)
     match reduction:
         case "mass":
             lse = torch.logsumexp(logits, -1, keepdim=True)

@@ -1,0 +1,131 @@
+"""Times what one sparse layer is made of, on one GPU, at the shape of a preset: where does a step go?
+
+    python benchmarks/bench_components.py --output benchmarks/results/h200/components.json
+
+Events around repeated calls after warm-up; medians. Random data: the times of lists of a given length, not their worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_pretrain import versions
+
+from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
+from megatron_dsv.kernels.dense_attention.api import dense_attention
+from megatron_dsv.kernels.sparse_attention.api import sparse_attention
+from megatron_dsv.sparsity.predictor_loss import predictor_loss
+from megatron_dsv.sparsity.profile import profile_query_groups
+from megatron_dsv.sparsity.selection_rules import select
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--tokens", type=int, default=32760)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--keep-ratios", type=float, nargs="+", default=[0.1, 0.2])
+    parser.add_argument("--blocks", nargs="+", default=["64x64", "128x128"], help="query group x key block.")
+    args = parser.parse_args()
+    rows = dense_rows(args)
+    for blocks in args.blocks:
+        q_block, kv_block = (int(size) for size in blocks.split("x"))
+        for keep in args.keep_ratios:
+            rows += sparse_rows(args, q_block, kv_block, keep)
+    rows += predictor_rows(args)
+    document = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
+                "dtype": "bf16", "versions": versions(), "rows": rows}
+    path = Path(args.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    for row in rows:
+        print(row)
+    return 0
+
+
+def milliseconds(call: Callable[[], Any], repeats: int = 15) -> float:
+    """Median time of ``call`` on the device, in ms."""
+    for _ in range(4):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return round(statistics.median(times), 3)
+
+
+def inputs(args: argparse.Namespace) -> list[torch.Tensor]:
+    shape = (args.tokens, 1, args.heads, args.head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def timed(what: str, attention: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+          **facts: Any) -> list[dict[str, Any]]:
+    """Forward, and forward with backward less it."""
+    dout = torch.randn_like(q)
+    with torch.no_grad():
+        forward = milliseconds(lambda: attention(q, k, v))
+    both = milliseconds(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), dout))
+    return [{"what": f"{what} forward", "ms": forward, **facts},
+            {"what": f"{what} backward", "ms": round(both - forward, 3), **facts}]
+
+
+def dense_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    q, k, v = inputs(args)
+    return timed("dense attention", lambda q, k, v: dense_attention(q, k, v, kv_length=args.tokens), q, k, v)
+
+
+def sparse_rows(args: argparse.Namespace, q_block: int, kv_block: int, keep: float) -> list[dict[str, Any]]:
+    q, k, v = inputs(args)
+    facts = {"blocks": f"{q_block}x{kv_block}", "keep_ratio": keep}
+    blocks = -(-args.tokens // kv_block)
+    q_lr, k_lr = torch.randn(2, args.tokens, 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16)
+    pool = lambda: pool_queries(q_lr, q_block_size=q_block, proxies=4, query_length=args.tokens)  # noqa: E731
+    pooled = pool()
+    score = lambda: block_scores(pooled, k_lr, kv_length=args.tokens, kv_block_size=kv_block,  # noqa: E731
+                                 proxies=4, softmax_scale=args.rank**-0.5)
+    scores = score()
+    choose = lambda: select(scores, rule="topk", num_kv_heads=args.heads, num_queries=args.tokens,  # noqa: E731
+                            num_keys=args.tokens, q_block_size=q_block, kv_block_size=kv_block,
+                            head_budgets=[max(1, round(keep * blocks))] * args.heads)
+    selection = choose().with_transposed()
+    return [
+        {"what": "pool queries", "ms": milliseconds(pool), **facts},
+        {"what": "block scores (mass, 4 proxies)", "ms": milliseconds(score), **facts},
+        {"what": "select top-k", "ms": milliseconds(choose), **facts},
+        {"what": "key-major twin", "ms": milliseconds(lambda: choose().with_transposed()), **facts},
+        *timed("sparse attention", lambda q, k, v: sparse_attention(q, k, v, selection), q, k, v, **facts)]
+
+
+def predictor_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    q, k, _ = (tensor.detach() for tensor in inputs(args))
+    rows = torch.arange(0, args.tokens, 64, device="cuda")
+    q_lr = torch.randn(len(rows), 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k_lr = torch.randn(args.tokens, 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def loss() -> Any:
+        return torch.autograd.grad(predictor_loss(q_lr, k_lr, q.index_select(0, rows), k, softmax_scale=0.088),
+                                   (q_lr, k_lr))
+
+    def profile() -> Any:
+        return profile_query_groups(q, k, group_ids=torch.arange(0, 400, 50), q_block_size=64, kv_block_size=64,
+                                    softmax_scale=0.088, theta=0.9, budget_mass=0.95, sparsity_stride=16)
+
+    return [{"what": f"predictor loss and gradients, {len(rows)} rows", "ms": milliseconds(loss)},
+            {"what": "profile of 8 query groups", "ms": milliseconds(profile, repeats=5)}]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

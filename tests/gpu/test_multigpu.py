@@ -1,0 +1,87 @@
+"""The entry program over NCCL on two GPUs: every layout computes what one GPU computes, and saves what another loads."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dsv.testing.latents import write_latents
+
+ROOT = Path(__file__).resolve().parents[2]
+LOSS = re.compile(r"iteration\s+(\d+)/.*?\| loss: ([-+.\dEe]+)")
+FLAGS = [
+    "--config", "model/debug", "--latent-valid-samples", "0", "--eval-iters", "0", "--micro-batch-size", "1",
+    "--global-batch-size", "4", "--lr", "1e-3", "--lr-decay-style", "constant", "--log-interval", "1",
+    "--num-workers", "0", "--bf16", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4",
+    "--ffn-hidden-size", "512", "--dsv-profile-interval", "2", "--dsv-dense-above", "1.0", "--ema-decay", "0.9"]
+SPARSE = "--dsv-sparse-stage sparse --dsv-keep-ratio 0.5 --dsv-freeze-selection"
+TP2 = "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "dp2": "",
+    "dp2-overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "tp2-sp": f"{TP2} --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+}
+
+needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(data: Path, flags: str, ranks: int, steps: int) -> list[float]:
+    """Losses of a launch, at the printed precision."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
+               str(_free_port()), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
+               "--train-iters", str(steps), *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return [float(loss) for _, loss in sorted((int(number), loss) for number, loss in LOSS.findall(done.stdout))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_latents(tmp_path_factory.mktemp("latents"), [(5, 16, 24)] * 12)
+
+
+@pytest.fixture(scope="module")
+def start(data, tmp_path_factory):
+    """A checkpoint written by one GPU after two steps, and the losses of two more steps on it."""
+    folders = {}
+    for optimizer in ("", "--use-distributed-optimizer"):
+        folders[optimizer] = tmp_path_factory.mktemp("start")
+        _run(data, f"--dsv-sparse-stage predictor {optimizer} --save {folders[optimizer]} --save-interval 2", 1, 2)
+    return folders, _run(data, f"{SPARSE} --load {folders['']}", 1, 4)
+
+
+@pytest.mark.multigpu
+@needs_two
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_equal_one(data, start, layout):
+    folders, expected = start
+    flags = LAYOUTS[layout]
+    folder = folders["--use-distributed-optimizer" if "distributed" in flags else ""]
+    losses = _run(data, f"{SPARSE} {flags} --load {folder}", 2, 4)
+    assert losses == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.gpu
+@needs_one
+def test_async_save_and_resume_on_one_gpu(data, tmp_path):
+    flags = (f"--dsv-sparse-stage auto --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+             f"--async-save --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 3")
+    straight = _run(data, "--dsv-sparse-stage auto --use-distributed-optimizer", 1, 6)
+    first = _run(data, flags, 1, 3)
+    resumed = _run(data, flags, 1, 6)
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert first + resumed == pytest.approx(straight, rel=2e-3)
