@@ -28,12 +28,12 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     if not samples:
         raise ValueError("a batch must have at least one sample, got none")
     keys = samples[0].keys()
+    if any(sample.keys() != keys for sample in samples):
+        raise ValueError(f"all samples of a batch must have the keys {sorted(keys)}, got "
+                         f"{[sorted(sample) for sample in samples]}")
     batch = {}
     for key in keys:
-        values = [sample.get(key) for sample in samples]
-        if any(sample.keys() != keys for sample in samples):
-            raise ValueError(f"all samples of a batch must have the keys {sorted(keys)}, got "
-                             f"{[sorted(sample) for sample in samples]}")
+        values = [sample[key] for sample in samples]
         if not isinstance(values[0], Tensor):
             batch[key] = torch.tensor(values, dtype=torch.int64)
             continue

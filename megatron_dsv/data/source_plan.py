@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,18 +39,33 @@ def scan(folder: Path, output: Path) -> tuple[list[Path], list[str]]:
     """
     output = output.resolve()
     sources, ignored = [], []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.is_file() or output in path.resolve().parents:
+    for path in _files(folder):
+        suffix = path.suffix.lower()
+        if output in path.resolve().parents:
             continue
-        if path.suffix.lower() in video_io.VIDEO_SUFFIXES | video_io.IMAGE_SUFFIXES:
+        if suffix in video_io.VIDEO_SUFFIXES | video_io.IMAGE_SUFFIXES:
             sources.append(path)
-        elif path.suffix.lower() not in _CAPTION_SUFFIXES:
+        elif suffix not in _CAPTION_SUFFIXES:
             ignored.append(source_name(folder, path))
     if not sources:
         raise ValueError(f"--input must hold videos or images ({', '.join(sorted(video_io.VIDEO_SUFFIXES))}, "
                          f"{', '.join(sorted(video_io.IMAGE_SUFFIXES))}), got {folder}, which has none")
     return sources, ignored
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files under a folder that are not hidden, in order; linked folders are entered, each once."""
+    found, entered = [], {folder.resolve()}
+    for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        real = {name: Path(parent, name).resolve() for name in sorted(folders) if not name.startswith(".")}
+        folders[:] = [name for name, path in real.items() if path not in entered]
+        entered.update(real.values())
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"--input must be readable throughout, got {error.filename} ({error.strerror})") from error
 
 
 def source_name(folder: Path, path: Path) -> str:
@@ -88,7 +104,9 @@ def _copies(sources: list[Path]) -> dict[Path, Path]:
     """Each file whose content an earlier one has, with that one. Only files of equal size are read."""
     by_size: dict[int, list[Path]] = defaultdict(list)
     for path in sources:
-        by_size[path.stat().st_size].append(path)
+        # A broken link is reported as unreadable where it is decoded.
+        if path.exists():
+            by_size[path.stat().st_size].append(path)
     copies: dict[Path, Path] = {}
     for group in by_size.values():
         first: dict[str, Path] = {}
@@ -105,8 +123,10 @@ def _copies(sources: list[Path]) -> dict[Path, Path]:
 
 def _still_valid(root: Path, entry: dict[str, Any], path: Path, caption: Caption) -> bool:
     """Whether a journal entry still describes the video, its caption and its files. Drops are always tried again."""
+    if entry["dropped"] or not path.exists():
+        return False
     stat = path.stat()
-    if entry["dropped"] or (entry["bytes"], entry["mtime_ns"]) != (stat.st_size, stat.st_mtime_ns) or \
+    if (entry["bytes"], entry["mtime_ns"]) != (stat.st_size, stat.st_mtime_ns) or \
             (entry["caption"], entry["caption_origin"]) != (caption.text, caption.origin):
         return False
     files = [root / sample["file"] for sample in entry["samples"]]

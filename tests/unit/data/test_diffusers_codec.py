@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 diffusers = pytest.importorskip("diffusers")
 
+from megatron_dsv.cli.main import main  # noqa: E402
 from megatron_dsv.data.codecs import DiffusersCodec, build_codec, codec_from_description  # noqa: E402
+from megatron_dsv.data.latent_dataset import LatentDataset  # noqa: E402
+from megatron_dsv.data.video_io import probe, read_frames  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,20 @@ def test_image_vae_runs_frame_by_frame(image_folder: Path) -> None:
             torch.testing.assert_close(codec.decode(latents)[:, frame], decoded, rtol=1e-4, atol=1e-5)
     assert tuple(latents.shape) == codec.latent_shape(3, 8, 8) == (4, 3, 4, 4)
     assert codec.valid_frames(6) == 6
+
+
+def test_a_data_set_is_prepared_with_it_and_decodes_again(wan_folder: Path, tmp_path: Path, make_video: Callable[
+        ..., Path]) -> None:
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    path = make_video(videos / "a.mp4", 5)
+    assert main(["prepare", "--input", str(videos), "--output", str(tmp_path / "set"), "--bucket", "16x16x5",
+                 "--codec", "diffusers", "--codec-folder", str(wan_folder), "--latent-dtype", "fp32"]) == 0
+    data = LatentDataset(tmp_path / "set")
+    codec = codec_from_description(data.codec_description)
+    latents = codec.encode(read_frames(path, probe(path), range(5), 16, 16))
+    assert torch.equal(data[0]["latents"], latents)
+    assert codec.decode(latents).shape == (3, 5, 16, 16)
 
 
 def test_description_finds_the_weights_and_notices_others(wan_folder: Path, image_folder: Path, tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_everything_dropped_is_accounted_for(small_videos: Path, tmp_path: Path,
         stream.write(b"\0" * 8)
     (small_videos / "mute.txt").write_text(" \n")
     (small_videos / "notes.md").write_text("x")
+    (small_videos / "link.mp4").symlink_to(tmp_path / "nowhere.mp4")
     encode = HaarCodec.encode
 
     def poisoned(self: HaarCodec, video: torch.Tensor) -> torch.Tensor:
@@ -195,17 +196,17 @@ def test_everything_dropped_is_accounted_for(small_videos: Path, tmp_path: Path,
     found = report(out)
     assert {drop["source"]: drop["reason"] for drop in found["dropped"]} == {
         "copy.mp4": "duplicate", "short.mp4": "too_short", "broken.mp4": "unreadable", "mute.mp4": "empty_caption",
-        "clip_2.mp4": "non_finite_latents"}
-    assert found["drop_counts"] == {"unreadable": 1, "non_finite_latents": 2, "duplicate": 1, "empty_caption": 1,
+        "clip_2.mp4": "non_finite_latents", "link.mp4": "unreadable"}
+    assert found["drop_counts"] == {"unreadable": 2, "non_finite_latents": 2, "duplicate": 1, "empty_caption": 1,
                                     "too_short": 1}
     assert found["ignored_files"] == ["notes.md"]
     assert found["unused_caption_rows"] == ["nowhere.mp4"]
-    assert found["captions"] == {"csv": 1, "name": 4}
+    assert found["captions"] == {"csv": 1, "name": 5}
     assert found["notes"] == {"caption_truncated": 3}
     assert found["samples"] == 4
     assert "short.mp4: too_short, 4 frames, needs 5" in printed.out
     assert "copy.mp4: duplicate, same content as clip_0.mp4" in printed.out
-    assert printed.err.splitlines()[-1] == "dsv prepare: error: --strict, and 6 videos or clips were dropped"
+    assert printed.err.splitlines()[-1] == "dsv prepare: error: --strict, and 7 videos or clips were dropped"
     monkeypatch.setattr(HaarCodec, "encode", encode)
     assert main(arguments) == 0
     assert report(out)["samples"] == 6
@@ -225,6 +226,20 @@ def test_buckets_take_videos_and_stills_apart(small_videos: Path, tmp_path: Path
     assert by_shape == {(16, 1, 8, 6): ["still.png"], (16, 2, 4, 10): ["bikes.mp4"],
                         (16, 3, 4, 6): ["clip_0.mp4", "clip_1.mp4", "clip_2.mp4"]}
     assert not data[data.buckets[16, 1, 8, 6][0]]["latents"].isnan().any()
+
+
+def test_linked_folders_are_entered_once_and_the_output_is_not_input(small_videos: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "sub" / ".hidden").mkdir(parents=True)
+    (root / "linked").symlink_to(small_videos)
+    (root / "sub" / "loop").symlink_to(root)
+    shutil.copy(small_videos / "clip_0.mp4", root / "sub" / ".hidden")
+    out = root / "set"
+    for _ in range(2):
+        assert main(flags(root, out)) == 0
+        assert {LatentDataset(out).facts(record)["source"] for record in range(6)} == {
+            f"linked/clip_{number}.mp4" for number in range(3)}
+        assert report(out)["ignored_files"] == []
 
 
 def test_verify_finds_every_kind_of_damage(small_videos: Path, tmp_path: Path,
