@@ -73,9 +73,9 @@ def dense_ms(device: str, *, tokens: int, heads: int, head_dim: int) -> tuple[fl
     The rate is interpolated linearly in log2(tokens) between measured sizes of the nearest head dim and held beyond
     them. ``device`` is the name that torch.cuda.get_device_name returns. Raises ValueError for an unmeasured device.
     """
-    rows = _of_device(DENSE, device)
-    nearest = min({row.head_dim for row in rows}, key=lambda d: abs(math.log2(d / head_dim)))
-    rows = sorted((row for row in rows if row.head_dim == nearest), key=lambda row: row.tokens)
+    measured = _of_device(DENSE, device)
+    nearest = min({row.head_dim for row in measured}, key=lambda d: abs(math.log2(d / head_dim)))
+    rows = sorted((row for row in measured if row.head_dim == nearest), key=lambda row: row.tokens)
     work = tokens * tokens * head_dim * heads
     forward = _interpolate([(row.tokens, _rate(row, row.forward_ms)) for row in rows], tokens)
     backward = _interpolate([(row.tokens, _rate(row, row.backward_ms)) for row in rows], tokens)

@@ -81,7 +81,8 @@ class VideoDiT(MegatronModule):
         Returns:
             fp32 [b, C, T, Y, X] on the last pipeline stage, else hidden states [s', b, H].
         """
-        latent_shape = tuple(latents.shape[2:])
+        frames, rows, columns = latents.shape[2:]
+        latent_shape = (frames, rows, columns)
         layout = self.layout(latent_shape)
         rope, absolute = self._positions(layout, latents.device)
         kv_length = torch.full((latents.shape[0],), layout.num_tokens, dtype=torch.int32, device="cpu")
@@ -161,16 +162,19 @@ class VideoDiT(MegatronModule):
     def _mark_parameters(self) -> None:
         """Tells Megatron which gradients are partial and which parameters are copies."""
         stage, stages = self.pg_collection.pp.rank(), self.pg_collection.pp.size()
-        partial = [self.timestep_embedding, self.patch_embedding, self.head]
-        for module in partial:
-            for parameter in module.parameters() if module is not None else ():
-                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        for module in (self.timestep_embedding, self.patch_embedding, self.head):
+            _mark(module, sequence_parallel=self.sequence_parallel)
         if stages == 1:
             return
-        for module in (self.timestep_embedding, self.text_projection):
-            for parameter in module.parameters():
-                parameter.pipeline_parallel = True  # type: ignore[attr-defined]
-                parameter.shared = stage > 0  # type: ignore[attr-defined]  # the gradient norm counts it once
-                # A bucket of its own: otherwise the distributed optimizer's shards differ between stages, and the
-                # reduction over the pipeline would mix reduced and unreduced gradients.
-                parameter.shared_embedding = True  # type: ignore[attr-defined]
+        for copied in (self.timestep_embedding, self.text_projection):
+            # Shared: the gradient norm counts it once. Shared embedding: a bucket of its own; otherwise the distributed
+            # optimizer's shards differ between stages, and the reduction over the pipeline would mix reduced and
+            # unreduced gradients.
+            _mark(copied, pipeline_parallel=True, shared=stage > 0, shared_embedding=True)
+
+
+def _mark(module: nn.Module | None, **marks: bool) -> None:
+    """Sets what Megatron looks for on each parameter of ``module``."""
+    for parameter in module.parameters() if module is not None else ():
+        for name, value in marks.items():
+            setattr(parameter, name, value)

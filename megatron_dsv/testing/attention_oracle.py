@@ -71,7 +71,8 @@ def rounded_reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     dq = dscores @ keys * softmax_scale
     dk = (dscores.transpose(-1, -2) @ queries * softmax_scale).unflatten(1, (-1, repeat)).sum(2)
     dv = (probs.to(q.dtype).float().transpose(-1, -2) @ douts).unflatten(1, (-1, repeat)).sum(2)
-    return tuple(x.to(q.dtype).permute(2, 0, 1, 3) for x in (out, dq, dk, dv))
+    out, dq, dk, dv = (x.to(q.dtype).permute(2, 0, 1, 3) for x in (out, dq, dk, dv))
+    return out, dq, dk, dv
 
 
 def assert_within_budget(got: Tensor, rounded: Tensor, exact: Tensor, name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import nn
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dsv.transformer.fp32 import KeepsPrecision
@@ -53,7 +53,7 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
     return guarded_load_checkpoint
 
 
-def inspect_checkpoint(folder: Path, models: Iterable[nn.Module]) -> bool:
+def inspect_checkpoint(folder: Path, models: Iterable[MegatronModule]) -> bool:
     """Whether the checkpoint in ``folder`` holds what ``models`` need of DSV's state.
 
     Raises:
@@ -152,7 +152,7 @@ def _agree(check: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def _without_dsv_state(models: Iterable[nn.Module]) -> Iterator[bool]:
+def _without_dsv_state(models: Iterable[MegatronModule]) -> Iterator[bool]:
     """Hides predictors and statistics from the state dict while a checkpoint without them is loaded."""
     parts = [module for model in models for module in model.modules() if isinstance(module, KeepsPrecision)]
     for part in parts:

@@ -23,7 +23,8 @@ def forward_step(run: TrainingRun, data_iterator: Iterator[dict[str, Tensor]],
     """Megatron's ``forward_step_func``, once ``run`` is bound: the model's output and the function of its loss."""
     batch = {name: value.to(run.device, non_blocking=True) for name, value in next(data_iterator).items()}
     latents, noise, timesteps = batch["latents"], batch["noise"], batch["timestep"]
-    num_tokens = run.num_tokens(tuple(latents.shape[2:]))
+    frames, rows, columns = latents.shape[2:]
+    num_tokens = run.num_tokens((frames, rows, columns))
     if model.training and run.controller is not None:
         run.controller.begin_micro_batch(run.args.curr_iteration, num_tokens)
     output = model(latents=interpolate(latents, noise, timesteps), timesteps=timesteps, text=batch["text"])

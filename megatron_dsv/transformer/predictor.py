@@ -41,6 +41,7 @@ class LowRankPredictor(KeepsPrecision):
         tp_group: tensor-parallel group, for checkpoints.
     """
 
+    loss_sum: Tensor
     head_axes = tuple(name + suffix for name in PARAMETER_NAMES for suffix in ("", *(f"_{m}" for m in MOMENT_NAMES)))
 
     def __init__(self, *, layer_number: int, query_heads: range, key_heads: range, channels: int, rank: int,

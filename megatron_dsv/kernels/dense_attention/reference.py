@@ -54,7 +54,7 @@ class _ReferenceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        *saved, length_tensor = ctx.saved_tensors
+        q, k, v, out, lse, length_tensor = ctx.saved_tensors
         kv_length = ctx.kv_length if length_tensor is None else length_tensor
-        dq, dk, dv = backward(dout, *saved, kv_length, softmax_scale=ctx.softmax_scale)
+        dq, dk, dv = backward(dout, q, k, v, out, lse, kv_length, softmax_scale=ctx.softmax_scale)
         return dq, dk, dv, None, None

@@ -60,7 +60,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         dq, dk, dv = _choose_pair(queries, keys)[1](douts, queries, keys, values, outs, lse[batch], softmax_scale)
         padding = (0, 0, 0, k.shape[0] - length)
         grads.append([dq, F.pad(dk, padding), F.pad(dv, padding)])
-    return tuple(torch.cat(parts).permute(2, 0, 1, 3) for parts in zip(*grads))
+    dq, dk, dv = (torch.cat(parts).permute(2, 0, 1, 3) for parts in zip(*grads))
+    return dq, dk, dv
 
 
 def _host_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice, int]]:
@@ -72,7 +73,7 @@ def _host_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice
         lengths = kv_length.tolist()
         if len(set(lengths)) > 1:
             return [(slice(i, i + 1), _nonzero(length)) for i, length in enumerate(lengths)]
-        kv_length = lengths[0]
+        return [(slice(None), _nonzero(lengths[0]))]
     return [(slice(None), _nonzero(k.shape[0] if kv_length is None else kv_length))]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,14 +39,14 @@ def unflatten(kv_indices: Tensor, row_start: Tensor, row_count: Tensor, kv_lengt
               twin_start: Tensor | None, twin_count: Tensor | None, sizes: list[int]) -> KVSelection:
     """The inverse of ``flatten``."""
     num_queries, num_keys, q_block_size, kv_block_size, max_row_count = sizes
-    shared = {"kv_length": kv_length, "num_queries": num_queries, "num_keys": num_keys, "q_block_size": q_block_size,
-              "kv_block_size": kv_block_size}
-    twin = None
-    if twin_indices is not None:
-        twin = KVSelection(kv_indices=twin_indices, row_start=twin_start, row_count=twin_count,
-                           max_row_count=-(-num_queries // q_block_size), **shared)
-    return KVSelection(kv_indices=kv_indices, row_start=row_start, row_count=row_count, max_row_count=max_row_count,
-                       transposed=twin, **shared)
+    selection = KVSelection(
+        kv_indices=kv_indices, row_start=row_start, row_count=row_count, kv_length=kv_length, num_queries=num_queries,
+        num_keys=num_keys, q_block_size=q_block_size, kv_block_size=kv_block_size, max_row_count=max_row_count)
+    if twin_indices is None or twin_start is None or twin_count is None:
+        return selection
+    twin = replace(selection, kv_indices=twin_indices, row_start=twin_start, row_count=twin_count,
+                   max_row_count=selection.num_query_groups)
+    return replace(selection, transposed=twin)
 
 
 @torch.library.custom_op(

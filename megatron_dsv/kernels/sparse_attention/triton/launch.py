@@ -105,6 +105,7 @@ def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Ten
 def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
              selection: KVSelection, softmax_scale: float) -> Launch:
     """The key-major pass over ``selection.transposed``; writes dk and dv."""
+    assert selection.transposed is not None, "the key-major pass runs over the twin"
     tile, constants = _tile_and_constants("dkv", q, selection)
     arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
                  "dk_ptr": dk, "dv_ptr": dv, **_rows(selection.transposed, indices="twin_indices_ptr", rows="twin"),
