@@ -41,7 +41,7 @@ class DSVConfig:
     dsv_predictor_norm_weight: float = knob(
         0.05, "weight of the relative difference of the row norms in the predictor loss.", minimum=0)
     dsv_predictor_query_stride: int = knob(
-        64, "one query row in so many trains the predictor at each step.", minimum=1)
+        256, "one query row in so many trains the predictor at each step.", minimum=1)
     dsv_predictor_proxies: int = knob(
         4, "proxy queries that stand for a query group in prediction; must divide --dsv-q-block-size.", minimum=1)
     dsv_score_reduction: str = knob(

@@ -1,4 +1,4 @@
-"""The entry program over NCCL on two GPUs: every layout computes what one GPU computes, and saves what another loads."""
+"""The entry program over NCCL on two GPUs: every layout computes what one GPU computes, from one checkpoint."""
 
 import os
 import re
