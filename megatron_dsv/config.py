@@ -87,7 +87,8 @@ class DSVConfig:
                                   choices=("auto", "sdpa", "reference"))
     dsv_deterministic: bool = knob(False, "bitwise repeatable attention gradients.")
     dsv_freeze_selection: bool = knob(
-        False, "select once per launch and hold the selection: for comparing parallel layouts step by step.")
+        False, "select by fixed pseudo-random scores of layer and head in place of predicted ones: the same selection "
+        "in every layout and at every step, for comparing layouts.")
 
     def validate(self) -> None:
         """Check every field and every rule between fields.
