@@ -14,6 +14,9 @@ from torch import Tensor
 DENSE_ROW = -1
 """``row_start`` of a row that attends to every valid key; nothing is stored for it."""
 
+_CHUNK_ELEMENTS = 2**25
+"""Entries transposed at once; bounds the temporaries to about 1 GiB."""
+
 
 @dataclass(frozen=True)
 class KVSelection:
@@ -30,8 +33,9 @@ class KVSelection:
         num_keys: key tokens of the k, v passed along (the last block may be ragged).
         q_block_size: tokens per query group.
         kv_block_size: tokens per key/value block; 1 selects single tokens.
-        max_row_count: host-side upper bound of ``row_count``, known from the budgets, so that nothing waits for the
-            device.
+        max_row_count: host-side upper bound of the entries of any row, known from the budgets, so that nothing waits
+            for the device. A dense row has as many entries as there are valid blocks: where a row may be dense, give
+            ``num_kv_blocks``. ``padded`` checks the bound on the device.
         transposed: the key-major twin (rows are (batch, query head, key block), entries are query groups), or None.
             In a twin ``num_queries`` and ``num_keys`` (and the block sizes) keep their meaning; only the row axis and
             the meaning of the entries swap. ``row_start`` has shape [b, h, Nk]. Dense rows of the original appear in
@@ -76,24 +80,28 @@ class KVSelection:
         """Indices as a rectangle, for backends that want one.
 
         Returns:
-            indices int32 [b, h, Nq, max(1, widest)] with ``fill`` after each row's entries, and counts int32
-            [b, h, Nq]. A dense row lists every block that holds a valid key, so the rectangle is ``num_kv_blocks``
-            wide as soon as ``max_row_count`` says that a row may be dense.
+            indices int32 [b, h, Nq, max(1, max_row_count)] with ``fill`` after each row's entries, and counts int32
+            [b, h, Nq]. A dense row lists every block that holds a valid key.
+
+        Raises:
+            RuntimeError: a row has more entries than ``max_row_count``; on CUDA a device-side assertion, since nothing
+                waits for the device.
         """
-        dense = self.row_start == DENSE_ROW
+        counts = self._entries()
+        width = max(1, self.max_row_count)
+        return _rectangle(self.kv_indices, self.row_start, counts, width, fill), counts
+
+    def _entries(self) -> Tensor:
+        """Entries of every row, int32 [b, h, Nq]: ``row_count``, and the valid blocks where a row is dense."""
         group_ratio = self.row_start.shape[1] // self.kv_length.shape[1]
         valid_blocks = (self.kv_length + self.kv_block_size - 1) // self.kv_block_size
         valid_blocks = valid_blocks.repeat_interleave(group_ratio, dim=1)[..., None]
-        counts = torch.where(dense, valid_blocks.to(torch.int32), self.row_count)
-        width = max(1, self.max_row_count)
-        lane = torch.arange(width, device=self.kv_indices.device)
-        address = self.row_start.clamp_min(0)[..., None] + lane
-        if self.kv_indices.numel():
-            listed = self.kv_indices[address.clamp_max(self.kv_indices.numel() - 1)]
-        else:
-            listed = torch.zeros_like(address, dtype=torch.int32)
-        indices = torch.where(dense[..., None], lane.to(torch.int32), listed)
-        return torch.where(lane < counts[..., None], indices, fill).to(torch.int32), counts
+        counts = torch.where(self.row_start == DENSE_ROW, valid_blocks.to(torch.int32), self.row_count)
+        # A rectangle that is too narrow would drop keys without a word.
+        torch._assert_async((counts <= max(0, self.max_row_count)).all(),
+                            "KVSelection.max_row_count must bound the entries of every row; a dense row has one for "
+                            "each valid block")
+        return counts
 
     def block_mask(self) -> Tensor:
         """Boolean [b, h, Nq, Nk], True where a row selects a block. For tests, profiles and small inputs only."""
@@ -130,19 +138,40 @@ def from_block_mask(mask: Tensor, kv_length: Tensor, *, num_queries: int, num_ke
         max_row_count=width if max_row_count is None else max_row_count)
 
 
+def _rectangle(kv_indices: Tensor, row_start: Tensor, counts: Tensor, width: int, fill: int) -> Tensor:
+    """int32 [*rows, width] from row_start and counts [*rows]: each row's entries, then ``fill``."""
+    lane = torch.arange(width, device=kv_indices.device)
+    listed = row_start.clamp_min(0)[..., None] + lane
+    if kv_indices.numel():
+        listed = kv_indices[listed.clamp_max_(kv_indices.numel() - 1)]
+    lane = lane.to(torch.int32)
+    indices = torch.where((row_start == DENSE_ROW)[..., None], lane, listed)
+    return torch.where(lane < counts[..., None], indices, fill).to(torch.int32)
+
+
 def _transpose(selection: KVSelection) -> KVSelection:
     """Key-major twin by a stable sort of the listed (key block, query group) pairs; entries stay ascending."""
-    indices, counts = selection.padded(fill=selection.num_kv_blocks)
-    b, h, nq, width = indices.shape
-    nk = selection.num_kv_blocks
-    device = indices.device
-    head = torch.arange(b * h, device=device)[:, None]
-    key = (head * (nk + 1) + indices.reshape(b * h, nq * width)).reshape(-1)
-    order = torch.argsort(key, stable=True)
-    groups = ((order // width) % nq).to(torch.int32)
-    per_key = torch.zeros(b * h * (nk + 1), dtype=torch.int64, device=device)
-    per_key.scatter_add_(0, key, torch.ones_like(key))
-    starts = (torch.cumsum(per_key, 0) - per_key).reshape(b, h, nk + 1)[..., :nk].contiguous()
-    twin_counts = per_key.reshape(b, h, nk + 1)[..., :nk].to(torch.int32).contiguous()
-    return replace(selection, kv_indices=groups, row_start=starts, row_count=twin_counts, max_row_count=nq,
-                   transposed=None)
+    b, h, nq = selection.row_start.shape
+    nk, width = selection.num_kv_blocks, max(1, selection.max_row_count)
+    device = selection.kv_indices.device
+    entries = selection._entries().reshape(b * h, nq)
+    row_start = selection.row_start.reshape(b * h, nq)
+    groups = torch.empty(b * h, nq * width, dtype=torch.int32, device=device)
+    twin_start = torch.empty(b * h, nk, dtype=torch.int64, device=device)
+    twin_count = torch.empty(b * h, nk, dtype=torch.int32, device=device)
+    # As many heads at once as memory allows and int32 keys can tell apart.
+    step = max(1, min(_CHUNK_ELEMENTS // max(1, nq * width), (2**31 - 1) // (nk + 1)))
+    for first in range(0, b * h, step):
+        heads = slice(first, min(first + step, b * h))
+        n = heads.stop - heads.start
+        # Unused places of the rectangle sort behind the last block of their head.
+        keys = _rectangle(selection.kv_indices, row_start[heads], entries[heads], width, nk).reshape(n, -1)
+        keys += (torch.arange(n, dtype=torch.int32, device=device) * (nk + 1))[:, None]
+        ordered, order = keys.reshape(-1).sort(stable=True)
+        groups[heads] = (order.div_(width, rounding_mode="floor").remainder_(nq)).reshape(n, -1)
+        bounds = torch.searchsorted(ordered, torch.arange(n * (nk + 1), dtype=torch.int32, device=device))
+        bounds = bounds.reshape(n, nk + 1)
+        twin_start[heads] = bounds[:, :-1] + heads.start * nq * width
+        twin_count[heads] = bounds.diff(dim=1)
+    return replace(selection, kv_indices=groups.reshape(-1), row_start=twin_start.reshape(b, h, nk),
+                   row_count=twin_count.reshape(b, h, nk), max_row_count=nq, transposed=None)
