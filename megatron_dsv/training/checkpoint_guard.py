@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_dsv.transformer.fp32 import KeepsPrecision
 
 DSV_PARTS = (".self_attention.predictor.", ".self_attention.statistics.")
+LAYERS = "decoder.layers."
 
 
 class CheckpointError(ValueError):
@@ -33,21 +34,24 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
     def guarded_load_checkpoint(ddp_model: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import unwrap_model
 
-        folder = _folder(args, kwargs.get("load_arg", "load"))
-        if folder is None:
-            return load_checkpoint(ddp_model, *rest, **kwargs)
         models = unwrap_model(ddp_model)
+        flag, root = _source(args, kwargs.get("load_arg", "load"))
 
         def inspect() -> bool:
-            check_optimizer(folder, args)
+            folder = checkpoint_folder(root, args.ckpt_step)
+            if folder is None:
+                if flag == "--load":
+                    return True  # Megatron starts from scratch
+                raise CheckpointError(f"{root} holds no checkpoint; give the folder that a run saved to")
+            if flag == "--load":
+                check_optimizer(folder, args)
             return inspect_checkpoint(folder, models)
 
-        with_dsv = _agree(inspect)
-        if with_dsv:
+        if root is None or _agree(flag, inspect):
             return load_checkpoint(ddp_model, *rest, **kwargs)
         with _without_dsv_state(models) as left_out:
             if left_out and torch.distributed.get_rank() == 0:
-                print(f" {folder} holds no predictors: they start from their initial state", flush=True)
+                print(f" {root} holds no predictors: they start from their initial state", flush=True)
             return load_checkpoint(ddp_model, *rest, **kwargs)
 
     return guarded_load_checkpoint
@@ -61,29 +65,40 @@ def inspect_checkpoint(folder: Path, models: Iterable[MegatronModule]) -> bool:
     """
     stored = _stored_shapes(folder)
     missing_dsv, present_dsv = [], []
+    used = set()
     for model in models:
         for value in nested_values(model.sharded_state_dict()):
             if not isinstance(value, ShardedTensor | ShardedTensorFactory):
                 continue
             for tensor in nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]:
-                belongs_to_dsv = any(part in tensor.key for part in DSV_PARTS)
+                belongs_to_dsv = _belongs_to_dsv(tensor.key)
+                used.add(tensor.key)
                 if tensor.key not in stored:
                     if not belongs_to_dsv:
-                        raise CheckpointError(f"--load {folder} is a checkpoint of another model: it has no "
-                                              f"{tensor.key}; load a checkpoint of this model's preset")
+                        raise CheckpointError(f"{folder} is a checkpoint of another model: it has no {tensor.key}; "
+                                              "use the flags it was trained with")
                     missing_dsv.append(tensor.key)
                     continue
                 if tuple(stored[tensor.key]) != tuple(tensor.global_shape):
                     raise CheckpointError(
-                        f"--load {folder} is a checkpoint of another model: {tensor.key} has shape "
+                        f"{folder} is a checkpoint of another model: {tensor.key} has shape "
                         f"{tuple(stored[tensor.key])} there and {tuple(tensor.global_shape)} here; use the flags it "
                         "was trained with")
                 if belongs_to_dsv:
                     present_dsv.append(tensor.key)
     if missing_dsv and present_dsv:
-        raise CheckpointError(f"--load {folder} holds only a part of the predictors: {missing_dsv[0]} is missing; "
-                              "use the --dsv-predictor-* flags it was trained with")
+        raise CheckpointError(f"{folder} holds only a part of the predictors: {missing_dsv[0]} is missing; use the "
+                              "--dsv-predictor-* flags it was trained with")
+    # Every pipeline stage has whole layers, so a stage can tell what no layer has.
+    unused = sorted(key for key in stored if key.startswith(LAYERS) and not _belongs_to_dsv(key) and key not in used)
+    if unused:
+        raise CheckpointError(f"{folder} is a checkpoint of another model: it has {unused[0]}, which this model has "
+                              "not; use the flags it was trained with")
     return not missing_dsv
+
+
+def _belongs_to_dsv(key: str) -> bool:
+    return any(part in key for part in DSV_PARTS)
 
 
 def check_optimizer(folder: Path, args: argparse.Namespace) -> None:
@@ -100,17 +115,25 @@ def check_optimizer(folder: Path, args: argparse.Namespace) -> None:
     distributed = "distrib_optim_sharding_type" in content
     if distributed != args.use_distributed_optimizer:
         raise CheckpointError(
-            f"--load {folder} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, this run "
+            f"{folder} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, this run "
             f"{'without' if distributed else 'with'} it; use the same, or --no-load-optim for the weights alone")
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensor shapes by key; checks that every file is as long as the checkpoint's own table says."""
+    incomplete = f"{folder} is not a complete torch_dist checkpoint"
+    try:
+        complete = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+    except Exception:
+        complete = False
+    if not complete:
+        raise CheckpointError(f"{incomplete}: its metadata.json is missing or cannot be read; use an earlier "
+                              "iteration with --ckpt-step")
     try:
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:
-        raise CheckpointError(f"--load {folder} is not a complete torch_dist checkpoint: its .metadata cannot be read "
-                              f"({type(error).__name__}); use an earlier iteration with --ckpt-step") from error
+        raise CheckpointError(f"{incomplete}: its .metadata cannot be read ({type(error).__name__}); use an earlier "
+                              "iteration with --ckpt-step") from error
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -119,26 +142,53 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         size = path.stat().st_size if path.is_file() else -1
         if size < end:
             state = "missing" if size < 0 else f"{size} bytes long, {end} are needed"
-            raise CheckpointError(f"--load {folder} is truncated: {name} is {state}; use an earlier iteration with "
+            raise CheckpointError(f"{folder} is truncated: {name} is {state}; use an earlier iteration with "
                                   "--ckpt-step")
     return {key: tuple(value.size) for key, value in metadata.state_dict_metadata.items() if hasattr(value, "size")}
 
 
-def _folder(args: argparse.Namespace, load_arg: str) -> Path | None:
-    """The folder that Megatron will load, or None when it will start from scratch or report by itself."""
-    from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename, read_metadata
+def _source(args: argparse.Namespace, load_arg: str) -> tuple[str, str | None]:
+    """The flag by which Megatron will find a checkpoint, and the folder it gives."""
+    from megatron.training.checkpointing import checkpoint_exists
 
     load = getattr(args, load_arg)
-    if load is None or not Path(get_checkpoint_tracker_filename(load)).is_file():
+    if args.pretrained_checkpoint is not None and not checkpoint_exists(load):
+        return "--pretrained-checkpoint", args.pretrained_checkpoint
+    return "--load", load
+
+
+def checkpoint_folder(root: str | Path | None, step: int | None) -> Path | None:
+    """The iteration's folder that will be loaded from ``root``; None if nothing was ever saved there.
+
+    Args:
+        root: folder that a run saved to.
+        step: iteration; None takes the one that the run's tracker file names.
+
+    Raises:
+        CheckpointError: the tracker file holds no number, or the iteration is not there.
+    """
+    from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename
+
+    if root is None:
         return None
-    iteration, release = read_metadata(get_checkpoint_tracker_filename(load))
-    if args.ckpt_step:
-        iteration = args.ckpt_step
-    return Path(get_checkpoint_name(load, iteration, release, return_base_dir=True))
+    tracker = Path(get_checkpoint_tracker_filename(str(root)))
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    if tracker.is_file() and text != "release" and not text.isdecimal():
+        raise CheckpointError(f"{root} has a {tracker.name} without an iteration in it, got {text[:20]!r}; write the "
+                              "number of a saved iteration into it")
+    if not step and not text:
+        return None
+    folder = Path(get_checkpoint_name(str(root), step or (0 if text == "release" else int(text)),
+                                      text == "release" and not step, return_base_dir=True))
+    if not folder.is_dir():
+        saved = ", ".join(str(int(path.name[5:])) for path in sorted(Path(root).glob("iter_*"))) or "none"
+        raise CheckpointError(f"{folder} does not exist, though {'--ckpt-step' if step else tracker.name} names it; "
+                              f"use --ckpt-step with a saved iteration: {saved}")
+    return folder
 
 
-def _agree(check: Callable[[], bool]) -> bool:
-    """Runs ``check`` on every rank; if it fails on any of them, all raise the first error."""
+def _agree(flag: str, check: Callable[[], bool]) -> bool:
+    """Runs ``check`` on every rank; if it fails on any of them, all raise the first error, about ``flag``."""
     try:
         mine: tuple[bool, str | None] = (check(), None)
     except CheckpointError as error:
@@ -147,7 +197,7 @@ def _agree(check: Callable[[], bool]) -> bool:
     torch.distributed.all_gather_object(results, mine)
     errors = [error for _, error in results if error]
     if errors:
-        raise CheckpointError(errors[0])
+        raise CheckpointError(f"{flag} {errors[0]}")
     return all(ok for ok, _ in results)
 
 

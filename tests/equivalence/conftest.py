@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dsv.testing.latents import write_latents
-from megatron_dsv.testing.pretrain import RunLog, run_pretrain
+from megatron_dsv.testing.pretrain import ENTRY, RunLog, run_pretrain
 
 FLAGS = (
     "--config model/debug --latent-valid-samples 4 --eval-iters 1 --eval-interval 100 --micro-batch-size 1 "
@@ -29,10 +30,11 @@ def mixed_latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(latents: Path) -> Callable[..., RunLog]:
-    """train(flags, ranks, steps=..., data=...) -> RunLog."""
+    """train(flags, ranks, steps=..., data=..., main=...) -> RunLog; ``main`` may wrap the program to watch it."""
 
-    def run(flags: str, ranks: int = 1, *, steps: int = 5, data: Path = latents, keep_state: bool = False) -> RunLog:
+    def run(flags: str, ranks: int = 1, *, steps: int = 5, data: Path = latents, keep_state: bool = False,
+            main: Any = ENTRY) -> RunLog:
         argv = [*FLAGS, "--latent-data", str(data), "--train-iters", str(steps), *flags.split()]
-        return run_pretrain(argv, ranks, keep_state=keep_state)
+        return run_pretrain(argv, ranks, keep_state=keep_state, main=main)
 
     return run
