@@ -13,8 +13,6 @@ class DataConfig:
 
     latent_data: str | None = knob(None, "folder that `dsv prepare` wrote; required for training.")
     latent_valid_samples: int = knob(16, "samples held out for validation, the same ones in every run.", minimum=0)
-    latent_text_length: int | None = knob(
-        None, "text tokens kept of a stored embedding; unset keeps --dit-text-length.", minimum=1)
 
     def validate(self) -> None:
         """Check every field; ValueError with one line that names the flag, what is allowed and what it got."""

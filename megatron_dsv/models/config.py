@@ -26,9 +26,6 @@ class VideoDiTConfig:
         choices=("gelu-tanh", "gelu", "geglu"))
     dit_frequency_dim: int = knob(256, "width of the sinusoidal timestep embedding.", minimum=2)
     dit_cross_attn_norm: bool = knob(True, "normalise the input of cross-attention with a learned LayerNorm.")
-    dit_max_grid: str | None = knob(
-        None, "largest token grid (frames x height x width) that positions are prepared for; unset takes it from the "
-        "data set.", sizes=3)
 
     def validate(self) -> None:
         """Check every field; ValueError with one line that names the flag, what is allowed and what it got."""
@@ -40,12 +37,4 @@ class VideoDiTConfig:
     def patch(self) -> tuple[int, int, int]:
         """(frames, height, width) of a patch, in latent cells."""
         frames, height, width = parse_sizes(self.dit_patch_size)
-        return frames, height, width
-
-    @property
-    def max_grid(self) -> tuple[int, int, int] | None:
-        """(frames, height, width) of the largest token grid, or None when the data set decides."""
-        if self.dit_max_grid is None:
-            return None
-        frames, height, width = parse_sizes(self.dit_max_grid)
         return frames, height, width

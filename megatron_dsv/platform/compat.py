@@ -7,10 +7,11 @@ it can go; each looks at what it replaces first, and refuses a Megatron that it 
 import functools
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_dsv.platform import cpu, resume_schedule, validation
 
@@ -27,13 +28,12 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    with warnings.catch_warnings():
-        # Ten warnings that Transformer Engine and Apex are absent: they are optional here, `dsv doctor` reports them.
-        warnings.filterwarnings("ignore", message=".*(Transformer Engine|transformer-engine|Apex).*")
-        cpu.preload()
+    cpu.preload()
+    with cpu.quiet_about_optional_packages():
         import megatron.training.training  # noqa: F401
     _keep_shipped_helpers()
     _install_fused_adam()
+    _keep_padding_between_buckets()
     _let_current_length_win()
     _name_the_flag_of_another_schedule()
     _report_validation_without_ppl()
@@ -121,6 +121,51 @@ def _install_fused_adam() -> None:
     distrib_optimizer.Adam = FusedAdam
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _keep_padding_between_buckets() -> None:
+    """Save each parameter's own optimizer state where buckets of the distributed optimizer are padded.
+
+    `DistributedOptimizer.sharded_param_state_fully_reshardable` (core/optimizer/distrib_optimizer.py) gathers buffers
+    without the padding between their buckets, then cuts them at offsets that count it: behind the first padded bucket
+    every main weight and moment in the checkpoint is another parameter's. Can go when a buffer of two padded buckets
+    comes back as it was saved.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    save = _current(DistributedOptimizer, "sharded_param_state_fully_reshardable", ("self", "model_sharded_state_dict"))
+    gather = _current(DistributedOptimizer, "get_parameter_state_dp_zero", ("self",))
+
+    @functools.wraps(save)
+    def save_with_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def gather_with_padding(**options: Any) -> Any:
+            state = gather(self, **options)
+            return state if state is None else state | {
+                index: {dtype: _padded(tensors, buffer) for dtype, tensors in state[index].items()}
+                for index, buffer in enumerate(self.buffers)}
+
+        self.get_parameter_state_dp_zero = gather_with_padding
+        try:
+            return save(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = save_with_padding
+
+
+def _padded(tensors: dict[str, Any], buffer: Any) -> dict[str, Any]:
+    """Tensors [elements of all buckets] -> [elements and padding], laid out as `buffer.param_index_map` counts."""
+
+    def spread(compact: torch.Tensor) -> torch.Tensor:
+        full = compact.new_zeros(buffer.numel)
+        start = 0
+        for bucket in buffer.buckets:
+            size = bucket.numel_unpadded
+            full[bucket.offset : bucket.offset + size] = compact[start : start + size]
+            start += size
+        return full
+
+    return {name: spread(value) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
 
 
 def _let_current_length_win() -> None:

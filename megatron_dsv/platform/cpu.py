@@ -221,10 +221,19 @@ def preload() -> None:
     compile_function = torch.compile
     torch.compile = _identity_compile  # type: ignore[assignment]
     try:
-        import megatron.core.jit
-        import megatron.training.training  # noqa: F401
+        with quiet_about_optional_packages():
+            import megatron.core.jit
+            import megatron.training.training  # noqa: F401
     finally:
         torch.compile = compile_function
+
+
+@contextmanager
+def quiet_about_optional_packages() -> Iterator[None]:
+    """Drop Megatron's ten warnings that Transformer Engine and Apex are absent: `dsv doctor` reports it once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|transformer-engine|Apex).*")
+        yield
 
 
 def _silence() -> None:

@@ -3,18 +3,28 @@
 A query group is represented by P proxies, each the mean of one of P equal sub-chunks of its low-rank queries. Several
 proxies, each with its own softmax, keep far more recall than one mean query.
 
+Backends of ``block_scores``: ``reference`` (torch, exact, differentiable), ``triton`` (bf16, fp16, fp32; ranks up to
+256; no gradients; CUDA, or TRITON_INTERPRET=1 on the CPU), ``auto`` (on CUDA triton where it can serve the request,
+reference elsewhere; logged once).
+
 Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (h % G == 0), r predictor rank,
 P proxies per query group, Nq query groups, Nk key/value blocks.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores import reference
 
+logger = logging.getLogger(__name__)
+
 REDUCTIONS = ("mass", "lse", "max")
+BACKENDS = ("auto", "reference", "triton")
 
 
 def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1,
@@ -41,7 +51,8 @@ def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1,
 
 
 def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1, reduction: str = "mass",
-                 kv_length: int | Tensor | None = None, softmax_scale: float | None = None) -> Tensor:
+                 kv_length: int | Tensor | None = None, softmax_scale: float | None = None,
+                 backend: str = "auto") -> Tensor:
     """Scores of the key/value blocks for each query group, S = softmax_scale * q k^T being a proxy's logits.
 
     * ``mass``: softmax of S over all valid keys, summed over each block and the group's proxies; a row sums to P.
@@ -55,13 +66,16 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
         kv_length: keys at or after it are padding, whatever they hold: None, an int, or an integer tensor [b] or
             [b, G] (never waited for).
         softmax_scale: default 1 / sqrt(r).
+        backend: one of ``BACKENDS``. Only ``reference`` is differentiable: ``auto`` takes it when autograd records.
 
     Returns:
         fp32 [b, h, Nq, Nk]. A block of padding alone gets 0 for ``mass`` and -inf otherwise. The matrix product runs
-        in the inputs' dtype with fp32 results; no temporary exceeds 256 MiB unless one group of all heads does.
+        in the inputs' dtype with fp32 results. ``reference`` holds no temporary above 256 MiB unless one group of all
+        heads exceeds it; ``triton`` stores no logits.
 
     Raises:
-        ValueError: shapes, sizes or reduction do not fit.
+        ValueError: shapes, sizes, reduction or backend do not fit.
+        NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
@@ -78,8 +92,35 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
         raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
     length = _length("kv_length", kv_length, sk, (b, heads_kv), k_lr.device)
     scale = r ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return reference.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
-                                  reduction=reduction, softmax_scale=scale)
+    options = {"kv_block_size": kv_block_size, "proxies": proxies, "reduction": reduction, "softmax_scale": scale}
+    match _resolve(backend, q_pooled, k_lr):
+        case "reference":
+            return reference.block_scores(q_pooled, k_lr, length, **options)
+        case "triton":
+            from megatron_dsv.kernels.block_scores.triton import launch
+            return launch.block_scores(q_pooled, k_lr, length, **options)
+        case _:
+            raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def _resolve(backend: str, q_pooled: Tensor, k_lr: Tensor) -> str:
+    if backend != "auto":
+        return backend
+    if q_pooled.device.type != "cuda":
+        chosen, reason = "reference", f"the tensors lie on a {q_pooled.device.type} device"
+    elif torch.is_grad_enabled() and (q_pooled.requires_grad or k_lr.requires_grad):
+        chosen, reason = "reference", "autograd records"
+    elif q_pooled.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q_pooled.shape[-1] > 256:
+        chosen, reason = "reference", f"triton does not take {q_pooled.dtype} of rank {q_pooled.shape[-1]}"
+    else:
+        chosen, reason = "triton", "the tensors lie on a cuda device"
+    _log_choice(chosen, reason)
+    return chosen
+
+
+@functools.cache
+def _log_choice(chosen: str, reason: str) -> None:
+    logger.info("block_scores: backend='auto' took %r because %s", chosen, reason)
 
 
 def _length(name: str, length: int | Tensor | None, tokens: int, shape: tuple[int, ...],

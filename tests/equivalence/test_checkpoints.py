@@ -1,0 +1,213 @@
+"""What a run may start from, and what it refuses: one line, exit status 2, and the checkpoint as it was."""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.testing.pretrain import run_pretrain
+from megatron_dsv.testing.ranks import run_ranks
+from megatron_dsv.training.main import main
+
+FLAGS = (
+    "--config model/debug --latent-valid-samples 2 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 --lr 2e-3 "
+    "--lr-decay-style constant --log-interval 1 --num-workers 0 --dsv-q-block-size 16 --dsv-kv-block-size 4 "
+    "--dsv-predictor-query-stride 8 --dsv-dense-above 1.0 --num-layers 2 --hidden-size 48 --ffn-hidden-size 96"
+).split()
+PREDICTOR = "--dsv-sparse-stage predictor"
+ENTRY = Path(__file__).parents[2] / "pretrain_video_dit.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_latents(tmp_path_factory.mktemp("latents"), [(1, 8, 12)] * 8)
+
+
+@pytest.fixture(scope="module")
+def argv(data: Path) -> Callable[[str, int], list[str]]:
+    """argv(flags, steps) of the small model."""
+    return lambda flags, steps: [*FLAGS, "--latent-data", str(data), "--train-iters", str(steps), *flags.split()]
+
+
+@pytest.fixture(scope="module")
+def saved(argv, tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints after two steps: dense, and with predictors."""
+    folders = {}
+    for stage in ("dense", "predictor"):
+        folders[stage] = tmp_path_factory.mktemp(stage)
+        run_pretrain(argv(f"--dsv-sparse-stage {stage} --save {folders[stage]} --save-interval 2", 2))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def dense(argv, saved):
+    """Steps 3 to 5 of the dense run."""
+    return run_pretrain(argv(f"--load {saved['dense']}", 5))
+
+
+def _outcome(arguments: list[str], folder: str) -> tuple[Any, str]:
+    """Exit status and stderr of the program, on this rank."""
+    path = Path(folder) / f"stderr{os.environ['RANK']}"
+    with path.open("w") as sink, contextlib.redirect_stderr(sink):
+        try:
+            main(arguments)
+        except SystemExit as stop:
+            return stop.code, path.read_text()
+    return None, path.read_text()
+
+
+def _digest(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def refusal(argv, tmp_path) -> Callable[..., str]:
+    """refusal(folder, flags, ranks): the one line with which the program refuses to load ``folder``."""
+
+    def run(folder: Path, flags: str = "", ranks: int = 1) -> str:
+        before = _digest(folder)
+        outcomes = run_ranks(_outcome, ranks, argv(f"--load {folder} {flags}", 4), str(tmp_path))
+        assert [code for code, _ in outcomes] == [2] * ranks
+        lines = [line for _, text in outcomes for line in text.splitlines()]
+        assert len(lines) == 1, lines
+        assert _digest(folder) == before, "the checkpoint must stay as it was"
+        return lines[0]
+
+    return run
+
+
+def _copy(source: Path, target: Path) -> tuple[Path, Path]:
+    """A copy of a run folder, and its iteration folder."""
+    shutil.copytree(source, target)
+    return target, target / "iter_0000002"
+
+
+@pytest.mark.parametrize("stage", ["predictor", "auto"])
+def test_dsv_starts_from_a_dense_checkpoint(argv, saved, dense, stage):
+    before = _digest(saved["dense"])
+    log = run_pretrain(argv(f"--dsv-sparse-stage {stage} --load {saved['dense']}", 5), keep_state=True)
+    assert log.iterations == [3, 4, 5]
+    assert log.losses == dense.losses
+    assert log.grad_norms == dense.grad_norms
+    assert "holds no predictors: they start from their initial state" in log.output[0]
+    assert any(".predictor." in name for name in log.states[0])
+    assert _digest(saved["dense"]) == before
+
+
+def test_dense_starts_from_a_dsv_checkpoint(argv, saved, dense):
+    log = run_pretrain(argv(f"--load {saved['predictor']}", 5), 2)
+    assert log.loss("loss") == pytest.approx(dense.loss("loss"), rel=2e-6)
+    assert "holds no predictors" not in log.output[0]
+
+
+def test_an_empty_folder_starts_from_scratch(argv, tmp_path):
+    scratch, log = (run_pretrain(argv(flags, 2)) for flags in ("", f"--load {tmp_path}"))
+    assert log.iterations == [1, 2]
+    assert log.losses == scratch.losses
+
+
+def test_only_a_part_of_the_predictors(saved, refusal, tmp_path):
+    folder, weights = _copy(saved["predictor"], tmp_path / "run")
+    table = pickle.loads((weights / ".metadata").read_bytes())
+    key = next(key for key in table.state_dict_metadata if key.endswith("predictor.key_bias"))
+    del table.state_dict_metadata[key]
+    table.storage_data = {index: info for index, info in table.storage_data.items() if index.fqn != key}
+    (weights / ".metadata").write_bytes(pickle.dumps(table))
+    line = refusal(folder, PREDICTOR)
+    assert "holds only a part of the predictors" in line
+    assert "predictor.key_bias is missing" in line
+
+
+OTHER_MODELS = {
+    "--hidden-size 96 --ffn-hidden-size 192": r"has shape .* there and .* here",
+    "--num-layers 3": r"has shape \(2, .* there and \(3, .* here",
+    "--dit-mlp geglu": "mlp.linear_fc1.weight has shape",
+    "--dit-qk-norm none": "layernorm",
+    "--no-dit-cross-attn-norm": "cross_attention_norm",
+}
+
+
+@pytest.mark.parametrize("flags", OTHER_MODELS)
+def test_another_models_checkpoint(saved, refusal, flags):
+    line = refusal(saved["dense"], flags)
+    assert "is a checkpoint of another model" in line
+    assert re.search(OTHER_MODELS[flags], line), line
+
+
+def test_a_model_with_more_parts_than_the_checkpoint(argv, refusal, tmp_path):
+    folder = tmp_path / "bare"
+    run_pretrain(argv(f"--no-dit-cross-attn-norm --save {folder} --save-interval 1", 1))
+    assert "is a checkpoint of another model: it has no decoder.layers.cross_attention_norm" in refusal(folder)
+
+
+def test_another_predictor_rank(saved, refusal):
+    line = refusal(saved["predictor"], f"{PREDICTOR} --dsv-predictor-rank 8")
+    assert "predictor.query_weight has shape (2, 4, 16, 48) there and (2, 4, 8, 48) here" in line
+
+
+def test_the_other_kind_of_optimizer(saved, refusal):
+    line = refusal(saved["dense"], "--use-distributed-optimizer", 2)
+    assert "was saved without --use-distributed-optimizer, this run with it" in line
+    assert "--no-load-optim" in line
+
+
+def _truncate(weights: Path) -> None:
+    path = next(weights.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _remove(pattern: str) -> Callable[[Path], None]:
+    return lambda weights: next(weights.glob(pattern)).unlink()
+
+
+def _corrupt(name: str, text: bytes) -> Callable[[Path], None]:
+    return lambda weights: (weights / name).write_bytes(text) and None
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (_truncate, "is truncated: __0_0.distcp is"),
+    "no-data": (_remove("*.distcp"), "is truncated: __0_0.distcp is missing"),
+    "corrupt-metadata": (_corrupt(".metadata", b"no pickle"), "its .metadata cannot be read"),
+    "no-metadata": (_remove(".metadata"), "its .metadata cannot be read"),
+    "no-metadata-json": (_remove("metadata.json"), "metadata.json"),
+    "no-iteration": (shutil.rmtree, "does not exist"),
+    "tracker": (_corrupt("../latest_checkpointed_iteration.txt", b"garbage"), "latest_checkpointed_iteration.txt"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint(saved, refusal, tmp_path, damage):
+    folder, weights = _copy(saved["predictor"], tmp_path / "run")
+    act, message = DAMAGE[damage]
+    act(weights)
+    line = refusal(folder, PREDICTOR, 2 if damage == "truncated" else 1)
+    assert message in line
+
+
+def test_an_iteration_that_was_never_saved(saved, refusal):
+    assert "--ckpt-step" in refusal(saved["dense"], "--ckpt-step 7")
+
+
+def test_the_program_itself(argv, saved, tmp_path):
+    """The same through a process of its own, where a traceback or a message of Megatron's would show."""
+    folder, weights = _copy(saved["dense"], tmp_path / "run")
+    _truncate(weights)
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                                "MASTER_PORT": "0", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, str(ENTRY), *argv(f"--load {folder}", 4)], env=environment, text=True,
+                          capture_output=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if "error" in line.lower()] == done.stderr.splitlines()[-1:]
+    assert f"pretrain_video_dit.py: error: --load {weights} is truncated" in done.stderr
