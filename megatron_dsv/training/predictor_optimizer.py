@@ -68,7 +68,8 @@ class PredictorOptimizer:
         losses, counts = self._reduce(layers, grads)
         for layer, count in zip(layers, counts.clamp_min(1).tolist(), strict=True):
             for grad in self.predictors[layer].grads():
-                grad.div_(count)
+                # A rank's loss is the mean over its own heads, the layer's the mean over all of them.
+                grad.div_(count * self.tensor_group.size())
         norm = self._norm(grads)
         if self.clip_grad > 0:
             scale = (self.clip_grad / (norm + 1e-6)).clamp_max(1.0)
