@@ -108,6 +108,10 @@ def test_misuse_says_what_is_allowed():
     q, k = torch.randn(4, 1, 2, 8), torch.randn(16, 1, 2, 8)
     with pytest.raises(ValueError, match="reduction must be one of mass, lse, max, got 'sum'"):
         block_scores(q, k, kv_block_size=4, reduction="sum")
+    with pytest.raises(ValueError, match="backend of block_scores must be one of auto, reference, triton, got 'cuda'"):
+        block_scores(q, k, kv_block_size=4, backend="cuda")
+    with pytest.raises(NotImplementedError, match=r"needs CUDA tensors .*, got cpu; use backend='reference'"):
+        block_scores(q, k, kv_block_size=4, backend="triton")
     with pytest.raises(ValueError, match="multiple of proxies=3 rows, got 4"):
         block_scores(q, k, kv_block_size=4, proxies=3)
     with pytest.raises(ValueError, match=r"kv_length must be an integer tensor of shape \(1,\) or \(1, 2\)"):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_dsv.kernels.selection import KVSelection
-
-SHARED_MEMORY_LIMIT = 227 * 1024
+from megatron_dsv.testing.hopper import SHARED_MEMORY_LIMIT, compile_for_hopper
 
 # (head dim, q_block_size, kv_block_size): the largest users of shared memory and registers of each kind of tile.
 CONFIGURATIONS = [(128, 64, 64), (128, 128, 128), (96, 128, 1), (256, 64, 64), (256, 128, 128)]
@@ -53,33 +52,10 @@ def _launches(head_dim: int, q_block: int, kv_block: int):
         yield launch.plan_dkv(x, x, x, x, rows, rows, x, x, selection, 0.1)
 
 
-def _compile_for_hopper(launched):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-    signature, constants, attributes = {}, dict(launched.constants), {}
-    for position, name in enumerate(launched.kernel.arg_names):
-        value = launched.arguments.get(name)
-        if name in launched.constants or (isinstance(value, int) and value == 1):
-            signature[name] = "constexpr"
-            constants.setdefault(name, value)
-        elif isinstance(value, torch.Tensor):
-            signature[name] = names[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
-            attributes[position,] = [["tt.divisibility", 16]]
-    source = ASTSource(launched.kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": launched.tile.num_warps, "num_stages": launched.tile.num_stages})
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
 @pytest.mark.parametrize(("head_dim", "q_block", "kv_block"), CONFIGURATIONS)
 def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block, kv_block):
     for launched in _launches(head_dim, q_block, kv_block):
-        compiled = _compile_for_hopper(launched)
+        compiled = compile_for_hopper(launched)
         assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
         assert "wgmma.mma_async" in compiled.asm["ptx"], "the tensor cores of this generation are not in use"
