@@ -140,8 +140,8 @@ def _apex() -> Finding:
         return Finding("apex", MISSING, "nothing needs it")
     # The package called apex on the public index is a web framework; megatron-core takes any module of that name.
     if importlib.util.find_spec("apex.optimizers") is None:
-        return Finding("apex", BROKEN, "an unrelated package of that name, which megatron-core mistakes for NVIDIA's; "
-                                       "uninstall it", required=True)
+        return Finding("apex", BROKEN, "an unrelated package of that name, which megatron-core takes for NVIDIA's when "
+                                       "it picks norms; this project's models train beside it; uninstall it")
     return Finding("apex", OK, "NVIDIA's; megatron-core takes its fused Adam if Transformer Engine is absent")
 
 

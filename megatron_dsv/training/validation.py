@@ -167,6 +167,14 @@ def _check_transformer_impl(args: argparse.Namespace) -> None:
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise NotImplementedError(f"--transformer-impl {args.transformer_impl} is not supported; use local or "
                                   "transformer_engine")
-    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    if args.transformer_impl != "transformer_engine":
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError("--transformer-impl transformer_engine needs Transformer Engine, which is not installed; "
                          "install the extra `te` or use --transformer-impl local")
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.utils import get_te_version
+
+    if not HAVE_TE:
+        raise ValueError("--transformer-impl transformer_engine needs a Transformer Engine that megatron-core can "
+                         f"load, got {get_te_version()}; install the extra `te` or use --transformer-impl local")

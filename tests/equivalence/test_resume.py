@@ -137,23 +137,26 @@ def test_other_batches_per_rank_keep_the_order_of_samples(train, straight):
         assert log.grad_norms == pytest.approx(expected.grad_norms[3:], rel=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), [("auto", DISTRIBUTED), ("sparse", "")],
+HOPS = [(2, f"{TP2} --sequence-parallel"), (2, PP2), (2, ""), (2, TP2)]
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "hops"), [("auto", DISTRIBUTED, HOPS), ("sparse", "", HOPS[:2])],
                          ids=["auto-distributed-optimizer", "sparse"])
-def test_other_layouts_to_printed_precision(train, tmp_path, stage, optimizer):
+def test_other_layouts_to_printed_precision(train, tmp_path, stage, optimizer, hops):
     """A run that changes its layout every two steps against one that never does."""
     flags = f"{SMALL} {STAGES[stage]} {optimizer} --ema-decay 0.9 --dsv-freeze-selection"
-    expected = train(f"{flags} --save {tmp_path / 'straight'} --save-interval 2", steps=10)
-    hops = [(2, f"{TP2} --sequence-parallel"), (2, PP2), (2, ""), (2, TP2)]
+    steps = 2 + 2 * len(hops)
+    expected = train(f"{flags} --save {tmp_path / 'straight'} --save-interval 2", steps=steps)
     folder = tmp_path / "straight"
     for number, (ranks, layout) in enumerate(hops, start=1):
         done, target = 2 * number, tmp_path / f"hop{number}"
         log = train(f"{flags} {layout} --load {folder} --ckpt-step {done} --save {target} --save-interval 2", ranks,
                     steps=done + 2)
         assert log.iterations == [done + 1, done + 2]
-        assert log.loss("loss") == pytest.approx(expected.loss("loss")[done:done + 2], rel=5e-6)
+        assert log.loss("loss") == pytest.approx(expected.loss("loss")[done:done + 2], rel=1e-6)
         assert log.grad_norms == pytest.approx(expected.grad_norms[done:done + 2], rel=1e-4)
         folder = target
-    (tensors, _), (expected_tensors, _) = contents(folder, 10), contents(tmp_path / "straight", 10)
+    (tensors, _), (expected_tensors, _) = contents(folder, steps), contents(tmp_path / "straight", steps)
     for key, value in expected_tensors.items():
-        # One Adam step moves a weight by the learning rate, 2e-3, whatever the size of its gradient.
+        # Adam turns the rounding noise of a gradient that is zero by symmetry, a key's bias, into a step.
         torch.testing.assert_close(tensors[key], value, rtol=1e-3, atol=2e-5, equal_nan=True, msg=key)
