@@ -45,7 +45,8 @@ def _run(data: Path, flags: str, ranks: int, steps: int) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
                str(_free_port()), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
                "--train-iters", str(steps), *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=170, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     return [float(loss) for _, loss in sorted((int(number), loss) for number, loss in LOSS.findall(done.stdout))]
 
