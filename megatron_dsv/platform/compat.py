@@ -29,7 +29,7 @@ def apply() -> None:
     if _applied:
         return
     cpu.preload()
-    with cpu.quiet_about_optional_packages():
+    with cpu.optional_packages():
         import megatron.training.training  # noqa: F401
     _keep_shipped_helpers()
     _install_fused_adam()

@@ -221,7 +221,7 @@ def preload() -> None:
     compile_function = torch.compile
     torch.compile = _identity_compile  # type: ignore[assignment]
     try:
-        with quiet_about_optional_packages():
+        with optional_packages():
             import megatron.core.jit
             import megatron.training.training  # noqa: F401
     finally:
@@ -229,11 +229,21 @@ def preload() -> None:
 
 
 @contextmanager
-def quiet_about_optional_packages() -> Iterator[None]:
-    """Drop Megatron's ten warnings that Transformer Engine and Apex are absent: `dsv doctor` reports it once."""
+def optional_packages() -> Iterator[None]:
+    """For imports of Megatron: no warnings that Transformer Engine and Apex are absent, `dsv doctor` reports it once.
+
+    Raises:
+        ImportError: Megatron cannot load the Transformer Engine that is installed, whoever's layers are asked for.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|transformer-engine|Apex).*")
-        yield
+        try:
+            yield
+        except ImportError as error:
+            if "transformer_engine" not in str(error):
+                raise
+            raise ImportError("megatron-core cannot load the Transformer Engine installed here: install one that it "
+                              f"supports (extra `te`), or uninstall it; {error}") from error
 
 
 def _silence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from typing import Any
 
 from megatron_dsv.platform import compat, cpu
@@ -15,10 +16,13 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the command line without the program's name.
     """
-    cpu.enable()
-    compat.apply()
     from megatron_dsv.training import arguments
 
+    try:
+        cpu.enable()
+        compat.apply()
+    except ImportError as error:
+        arguments.exit_with(error)
     args = arguments.parse(argv)
     # Megatron's fault-tolerance set-up parses the command line a second time.
     sys.argv = [sys.argv[0], *args.expanded_argv]
@@ -69,7 +73,9 @@ def _train(args: Any) -> None:
     training.load_checkpoint = guard(training.load_checkpoint, args)
     logging.install(run)
     run_config.write_run_config(args)
+    with warnings.catch_warnings(action="ignore"):  # of Megatron, about interfaces that it may change
+        settings = pretrain_cfg_container_from_args(args)
     training.pretrain(
-        pretrain_cfg_container_from_args(args), DatasetProvider(args, run.latents), ModelType.encoder_or_decoder,
+        settings, DatasetProvider(args, run.latents), ModelType.encoder_or_decoder,
         functools.partial(forward_step, run), model_provider=model_provider,
         get_embedding_ranks=lambda ranks: [ranks[0]], get_position_embedding_ranks=lambda ranks: [ranks[0]])
