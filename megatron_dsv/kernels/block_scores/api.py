@@ -92,13 +92,14 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
         raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
     length = _length("kv_length", kv_length, sk, (b, heads_kv), k_lr.device)
     scale = r ** -0.5 if softmax_scale is None else float(softmax_scale)
-    options = {"kv_block_size": kv_block_size, "proxies": proxies, "reduction": reduction, "softmax_scale": scale}
     match _resolve(backend, q_pooled, k_lr):
         case "reference":
-            return reference.block_scores(q_pooled, k_lr, length, **options)
+            return reference.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
+                                          reduction=reduction, softmax_scale=scale)
         case "triton":
             from megatron_dsv.kernels.block_scores.triton import launch
-            return launch.block_scores(q_pooled, k_lr, length, **options)
+            return launch.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
+                                       reduction=reduction, softmax_scale=scale)
         case _:
             raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

@@ -95,6 +95,8 @@ def _block_scores_kernel(
             token = lane_n // block_lanes * KV_BLOCK + in_block
             valid_n = (in_block < KV_BLOCK) & (token < length - first_n)
             k = load_rows(k_base, first_n, token, stride_ks, valid_n, RANK, BLOCK_D)
+            if REDUCTION == "mass":
+                probs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for proxy in range(PROXIES):
                 q = load_rows(q_base, first_m * PROXIES + proxy, lane_m * PROXIES, stride_qs, valid_m, RANK, BLOCK_D)
                 logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -102,7 +104,7 @@ def _block_scores_kernel(
                     lse = tl.load(lse_base + lane_m * PROXIES + proxy, mask=valid_m, other=float("inf"))
                     # A proxy without any valid key has lse -inf, and -inf - -inf is NaN.
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-                    acc += tl.where(valid_n[None, :], tl.exp2(logits - lse[:, None]), 0.0)
+                    probs += tl.exp2(logits - lse[:, None])
                 elif REDUCTION == "max":
                     logits = tl.where(valid_n[None, :], logits, float("-inf"))
                     acc = tl.where((acc > logits) | (acc != acc), acc, logits)
@@ -112,6 +114,9 @@ def _block_scores_kernel(
                     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
                     acc_sum = acc_sum * tl.exp2(acc - reference) + tl.exp2(logits - reference)
                     acc = new_max
+            if REDUCTION == "mass":
+                # Keys that are not valid were loaded as 0, whatever they hold: masking once a piece is enough.
+                acc += tl.where(valid_n[None, :], probs, 0.0)
         split = tl.reshape(acc, [BLOCK_M, per_tile, block_lanes])
         if REDUCTION == "mass":
             scores = tl.sum(split, 2)

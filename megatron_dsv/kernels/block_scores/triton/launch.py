@@ -63,7 +63,7 @@ def plan_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, lse: Tensor, 
                 proxies: int, reduction: str, softmax_scale: float) -> Launch:
     """The pass over blocks; reads lse [b, h, rows] for ``mass`` alone; writes out [b, h, Nq, Nk] contiguous."""
     padded = 1 << (kv_block_size - 1).bit_length()
-    tile = _scores_tile(q_pooled, padded)
+    tile = _scores_tile(q_pooled)
     rows, b, h, _ = q_pooled.shape
     groups, blocks = rows // proxies, -(-k_lr.shape[0] // kv_block_size)
     per_tile = -(-tile.block_n // padded)
@@ -82,10 +82,8 @@ def _lse_tile(q_pooled: Tensor) -> Tile:
     return _fp32_tile(q_pooled) if q_pooled.dtype == torch.float32 else Tile(64, 128, 4, 3)
 
 
-def _scores_tile(q_pooled: Tensor, padded_kv_block: int) -> Tile:
-    if q_pooled.dtype == torch.float32:
-        return _fp32_tile(q_pooled)
-    return Tile(64, 128 if padded_kv_block > 64 else 64, 4, 2)
+def _scores_tile(q_pooled: Tensor) -> Tile:
+    return _fp32_tile(q_pooled) if q_pooled.dtype == torch.float32 else Tile(64, 64, 4, 2)
 
 
 def _fp32_tile(q_pooled: Tensor) -> Tile:
