@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv.transformer.fp32 import KeepsPrecision
 
@@ -43,9 +44,10 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
                 if flag == "--load":
                     return True  # Megatron starts from scratch
                 raise CheckpointError(f"{root} holds no checkpoint; give the folder that a run saved to")
+            with_dsv = inspect_checkpoint(folder, models)
             if flag == "--load":
                 check_optimizer(folder, args)
-            return inspect_checkpoint(folder, models)
+            return with_dsv
 
         if root is None or _agree(flag, inspect):
             return load_checkpoint(ddp_model, *rest, **kwargs)
@@ -110,8 +112,9 @@ def check_optimizer(folder: Path, args: argparse.Namespace) -> None:
         return
     try:
         content = dist_checkpointing.load_content_metadata(str(folder)) or {}
-    except Exception:
-        return  # an unreadable folder is reported by the look at its tensors
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint: its common state cannot be read "
+                              f"({type(error).__name__}); use an earlier iteration with --ckpt-step") from error
     distributed = "distrib_optim_sharding_type" in content
     if distributed != args.use_distributed_optimizer:
         raise CheckpointError(
@@ -181,7 +184,7 @@ def checkpoint_folder(root: str | Path | None, step: int | None) -> Path | None:
     folder = Path(get_checkpoint_name(str(root), step or (0 if text == "release" else int(text)),
                                       text == "release" and not step, return_base_dir=True))
     if not folder.is_dir():
-        saved = ", ".join(str(int(path.name[5:])) for path in sorted(Path(root).glob("iter_*"))) or "none"
+        saved = ", ".join(str(int(path.name[5:])) for path in sorted(Path(root).glob("iter_[0-9]*"))) or "none"
         raise CheckpointError(f"{folder} does not exist, though {'--ckpt-step' if step else tracker.name} names it; "
                               f"use --ckpt-step with a saved iteration: {saved}")
     return folder

@@ -72,7 +72,7 @@ def _train(args: Any) -> None:
         ema.install(args.ema_decay)
     training.load_checkpoint = guard(training.load_checkpoint, args)
     logging.install(run)
-    run_config.write_run_config(args)
+    run_config.install(args)
     with warnings.catch_warnings(action="ignore"):  # of Megatron, about interfaces that it may change
         settings = pretrain_cfg_container_from_args(args)
     training.pretrain(

@@ -1,10 +1,11 @@
-"""What a run was started with, written into its folder before training."""
+"""What a run was started with, written into its folder before the first step."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import enum
+import functools
 import importlib.metadata
 import os
 import shlex
@@ -14,6 +15,24 @@ from typing import Any
 import yaml
 
 import megatron_dsv
+
+
+def install(args: argparse.Namespace) -> None:
+    """Makes Megatron's ``pretrain()`` write the run's configuration once the model is built and loaded.
+
+    Not before: a launch that is refused leaves the folder that it would resume as it was.
+    """
+    from megatron.training import training
+
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def setup_and_write(*rest: Any, **kwargs: Any) -> Any:
+        result = setup(*rest, **kwargs)
+        write_run_config(args)
+        return result
+
+    training.setup_model_and_optimizer = setup_and_write
 
 
 def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Path | None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def dense(argv, saved):
 def _outcome(arguments: list[str], folder: str) -> tuple[Any, str]:
     """Exit status and stderr of the program, on this rank."""
     path = Path(folder) / f"stderr{os.environ['RANK']}"
-    with path.open("w") as sink, contextlib.redirect_stderr(sink):
+    with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
         try:
             main(arguments)
         except SystemExit as stop:
@@ -77,7 +78,9 @@ def refusal(argv, tmp_path) -> Callable[..., str]:
 
     def run(folder: Path, flags: str = "", ranks: int = 1) -> str:
         before = _digest(folder)
-        outcomes = run_ranks(_outcome, ranks, argv(f"--load {folder} {flags}", 4), str(tmp_path))
+        # Saving to the same folder, as a resumed run does: its configuration must survive the refusal too.
+        arguments = argv(f"--load {folder} --save {folder} --save-interval 1 {flags}", 4)
+        outcomes = run_ranks(_outcome, ranks, arguments, str(tmp_path))
         assert [code for code, _ in outcomes] == [2] * ranks
         lines = [line for _, text in outcomes for line in text.splitlines()]
         assert len(lines) == 1, lines
@@ -133,8 +136,8 @@ OTHER_MODELS = {
     "--hidden-size 96 --ffn-hidden-size 192": r"has shape .* there and .* here",
     "--num-layers 3": r"has shape \(2, .* there and \(3, .* here",
     "--dit-mlp geglu": "mlp.linear_fc1.weight has shape",
-    "--dit-qk-norm none": "layernorm",
-    "--no-dit-cross-attn-norm": "cross_attention_norm",
+    "--dit-qk-norm none": "it has decoder.layers.cross_attention.k_norm.weight, which this model has not",
+    "--no-dit-cross-attn-norm": "it has decoder.layers.cross_attention_norm.bias, which this model has not",
 }
 
 
@@ -175,8 +178,15 @@ def _corrupt(name: str, text: bytes) -> Callable[[Path], None]:
     return lambda weights: (weights / name).write_bytes(text) and None
 
 
+def _scramble(weights: Path) -> None:
+    """The right length, the wrong bytes: nothing but the common state is read before the model's tensors are."""
+    path = next(weights.glob("*.distcp"))
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (_truncate, "is truncated: __0_0.distcp is"),
+    "scrambled": (_scramble, "its common state cannot be read"),
     "no-data": (_remove("*.distcp"), "is truncated: __0_0.distcp is missing"),
     "corrupt-metadata": (_corrupt(".metadata", b"no pickle"), "its .metadata cannot be read"),
     "no-metadata": (_remove(".metadata"), "its .metadata cannot be read"),
