@@ -12,7 +12,8 @@ artifact computes the squared error of the two L2-normalised rows. That equals (
 cosine term once more at a weight that vanishes with S, and it ignores magnitudes. The ratio of the norms is used
 instead.
 
-Dims: R sampled rows, s keys, b batch, h query heads, G key/value heads, d head size, r predictor rank.
+Dims: R sampled rows, s keys, b batch, h query heads, G key/value heads, d head size, r predictor rank, n key/value
+heads of a tile, rows = sampled rows of a tile x query heads of a key/value head.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def predictor_loss(q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k: Tensor, *
 def predictor_loss_and_grads(q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k: Tensor, *, softmax_scale: float,
                              kv_length: Length = None, row_mask: Tensor | None = None, cosine_weight: float = 0.95,
                              norm_weight: float = 0.05) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its exact gradients, by formula, one (batch, key/value head) and a few rows at a time.
+    """The loss and its exact gradients, by formula, a few heads or rows of a batch item at a time.
 
     A row whose true scores are all equal ranks nothing and is left out of the mean. A row whose predicted scores are
     all equal has cosine 0 and gradient 0.
@@ -84,45 +85,64 @@ def predictor_loss_and_grads(q_lr_rows: Tensor, k_lr: Tensor, q_rows: Tensor, k:
     counted = torch.zeros_like(total)
     grad_q = torch.zeros(q_lr_rows.shape, dtype=dtype, device=k.device)
     grad_k = torch.zeros(k_lr.shape, dtype=dtype, device=k.device)
-    step = max(1, _TILE_ELEMENTS // (s * ratio))
+    row_step = max(1, min(rows, _TILE_ELEMENTS // (s * ratio)))
+    head_step = max(1, _TILE_ELEMENTS // (s * ratio * row_step))
     for batch in range(b):
-        for kv_head in range(g_kv):
-            real = torch.arange(s, device=k.device) < lengths[batch, kv_head]
-            true_keys = k[:, batch, kv_head].to(dtype)
-            keys = k_lr[:, batch, kv_head].to(dtype).masked_fill(~real[:, None], 0.0)
-            heads = slice(kv_head * ratio, (kv_head + 1) * ratio)
-            for first in range(0, rows, step):
-                tile = slice(first, min(first + step, rows))
-                queries = q_lr_rows[tile, batch, heads].to(dtype).reshape(-1, rank)
-                true_queries = q_rows[tile, batch, heads].to(dtype).reshape(-1, q_rows.shape[-1])
+        for first_head in range(0, g_kv, head_step):
+            kv_heads = slice(first_head, min(first_head + head_step, g_kv))
+            heads = slice(kv_heads.start * ratio, kv_heads.stop * ratio)
+            real = torch.arange(s, device=k.device) < lengths[batch, kv_heads, None]
+            true_keys, raw_keys = (x[:, batch, kv_heads].transpose(0, 1) for x in (k, k_lr))
+            keys = raw_keys.to(dtype).masked_fill(~real[..., None], 0.0)
+            for first in range(0, rows, row_step):
+                tile = slice(first, min(first + row_step, rows))
+                queries, true_queries = (_by_kv_head(x[tile, batch, heads], ratio) for x in (q_lr_rows, q_rows))
                 wanted = None if row_mask is None else row_mask[tile, batch].repeat_interleave(ratio)
-                loss, grad, counts = _row_losses(queries @ keys.T * rank**-0.5,
-                                                 true_queries @ true_keys.T * softmax_scale, real, wanted,
-                                                 cosine_weight, norm_weight)
+                loss, grad, counts = _row_losses(_products(queries, raw_keys, dtype), rank**-0.5,
+                                                 _products(true_queries, true_keys, dtype), softmax_scale,
+                                                 real[:, None], wanted, cosine_weight, norm_weight)
                 total += loss.sum()
                 counted += counts.sum()
-                grad_q[tile, batch, heads] = (grad @ keys * rank**-0.5).reshape(-1, ratio, rank)
-                used = queries if wanted is None else queries.masked_fill(~wanted[:, None], 0.0)
-                grad_k[:, batch, kv_head] += grad.T @ used * rank**-0.5
+                by_kv_head = (grad @ keys * rank**-0.5).unflatten(1, (-1, ratio))
+                grad_q[tile, batch, heads] = by_kv_head.transpose(0, 1).flatten(1, 2)
+                used = queries.to(dtype)
+                used = used if wanted is None else used.masked_fill(~wanted[:, None], 0.0)
+                grad_k[:, batch, kv_heads] += (grad.mT @ used * rank**-0.5).transpose(0, 1)
     mean = 1.0 / counted.clamp_min(1.0)
     return total * mean, (grad_q * mean).to(q_lr_rows.dtype), (grad_k * mean).to(k_lr.dtype)
 
 
+def _by_kv_head(rows: Tensor, ratio: int) -> Tensor:
+    """[R, n * ratio, x] -> [n, R * ratio, x]."""
+    return rows.unflatten(1, (-1, ratio)).transpose(0, 1).flatten(1, 2)
+
+
+def _products(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, rows, x] by [n, s, x] -> [n, rows, s] in ``dtype``. Products of 16-bit numbers are exact in fp32."""
+    if queries.is_cuda and queries.dtype == keys.dtype and keys.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(queries, keys.mT, out_dtype=torch.float32)
+    return queries.to(dtype) @ keys.to(dtype).mT
+
+
 @fused_on_cuda
-def _row_losses(student: Tensor, teacher: Tensor, real: Tensor, wanted: Tensor | None, cosine_weight: float,
-                norm_weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [rows], its gradient by the student's scores [rows, s] and which rows count [rows]."""
-    a, a_norm, a_varies = _centred(student, real)
-    t, t_norm, t_varies = _centred(teacher, real)
+def _row_losses(student: Tensor, student_scale: float, teacher: Tensor, teacher_scale: float, real: Tensor,
+                wanted: Tensor | None, cosine_weight: float, norm_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [n, rows], its gradient by the student's scores [n, rows, s] and which rows count [n, rows].
+
+    ``student`` and ``teacher`` [n, rows, s] are products, scores before their scale; ``real`` [n, 1, s]; ``wanted``
+    [rows] or None.
+    """
+    a, a_norm, a_varies = _centred(student * student_scale, real)
+    t, t_norm, t_varies = _centred(teacher * teacher_scale, real)
     counts = t_varies if wanted is None else t_varies & wanted
     learns = counts & a_varies
-    a_unit, t_unit = a / a_norm[:, None], t / t_norm[:, None]
+    a_unit, t_unit = a / a_norm[..., None], t / t_norm[..., None]
     cosine = (a_unit * t_unit).sum(-1).masked_fill(~a_varies, 0.0)
     ratio = (a_norm / t_norm).masked_fill(~a_varies, 0.0)
     loss = cosine_weight * (1.0 - cosine) + norm_weight * (1.0 - ratio).abs()
-    pull = cosine_weight * (cosine[:, None] * a_unit - t_unit) / a_norm[:, None]
-    push = norm_weight * (ratio - 1.0).sign()[:, None] * a_unit / t_norm[:, None]
-    return loss.masked_fill(~counts, 0.0), (pull + push).masked_fill(~learns[:, None], 0.0), counts
+    pull = cosine_weight * (cosine[..., None] * a_unit - t_unit) / a_norm[..., None]
+    push = norm_weight * (ratio - 1.0).sign()[..., None] * a_unit / t_norm[..., None]
+    return loss.masked_fill(~counts, 0.0), (pull + push).masked_fill(~learns[..., None], 0.0), counts
 
 
 def _centred(scores: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +152,8 @@ def _centred(scores: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     it must not vanish.
     """
     scores = scores.masked_fill(~real, 0.0)
-    centred = (scores - scores.sum(-1, keepdim=True) / real.sum().clamp_min(1)).masked_fill(~real, 0.0)
+    mean = scores.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    centred = (scores - mean).masked_fill(~real, 0.0)
     norm = torch.linalg.vector_norm(centred, dim=-1)
     rounding = 8 * torch.finfo(scores.dtype).eps * torch.linalg.vector_norm(scores, dim=-1)
     flat = norm <= rounding
