@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.config_fields import from_args
+from megatron_dsv.config_fields import flag_of, from_args
 from megatron_dsv.data.config import DataConfig
 from megatron_dsv.diffusion.config import FlowConfig
 from megatron_dsv.models.config import VideoDiTConfig
@@ -50,9 +50,35 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "heterogeneous_layers_config_encoded_json": (None, "use --num-layers"),
     "group_query_attention": (False, "leave it unset: a key/value head per query head"),
     "attention_dropout": (0.0, "leave it at 0: the attention kernels have no dropout"),
+    "hidden_dropout": (0.0, "leave it at 0: the layers of a video DiT have no dropout"),
+    "swiglu": (False, "use --dit-mlp"),
+    "squared_relu": (False, "use --dit-mlp"),
+    "quick_geglu": (False, "use --dit-mlp geglu"),
+    "qk_layernorm": (False, "use --dit-qk-norm rms"),
+    "layernorm_zero_centered_gamma": (False, "leave it unset: the norms learn their weight itself"),
+    "apply_query_key_layer_scaling": (False, "leave it unset: scores are computed in fp32"),
+    "fp32_residual_connection": (False, "leave it unset: gates and residuals are added in fp32 anyway"),
+    "experimental_attention_variant": (None, "use --dsv-attention"),
+    "window_size": (None, "use --dsv-attention window-1/3 or window-2/3"),
+    "softmax_type": ("vanilla", "leave it at vanilla"),
+    "spec": (None, "leave it unset: put get_dsv_layer_spec into a model of your own"),
+    "recompute_modules": (["core_attn"], "use --recompute-granularity full to recompute more than the attention"),
+    "cpu_offloading_num_layers": (0, "use --recompute-granularity full"),
+    "tp_comm_overlap": (False, "use --sequence-parallel alone"),
+    "init_model_with_meta_device": (False, "leave it unset: it only serves FSDP"),
+    "optimizer_cpu_offload": (False, "use --use-distributed-optimizer"),
+    "num_distributed_optimizer_instances": (1, "leave it at 1: the optimizer is sharded over all data-parallel ranks"),
+    "rampup_batch_size": (None, "use --global-batch-size alone: the samples of a global batch share a shape"),
+    "step_batch_size_schedule": (None, "use --global-batch-size alone: the samples of a global batch share a shape"),
+    "dataloader_type": ("single", "leave it at single: the order of samples is the data set's own"),
+    "multiple_validation_sets": (False, "leave it unset: --latent-valid-samples are the one validation set"),
+    "full_validation": (False, "use --eval-iters"),
+    "log_validation_ppl_to_tensorboard": (False, "leave it unset: a diffusion loss has no perplexity"),
     "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
     "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
 }
+
+_FLAG_NAMES = {"fp8": "fp8_format", "fp4": "fp4_format", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
 _FOREIGN_DATA = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -93,12 +119,15 @@ def check_data_folder(folder: str) -> None:
 def _check_supported(args: argparse.Namespace) -> None:
     for name, (supported, way_out) in _UNSUPPORTED.items():
         got = getattr(args, name, supported)
-        if got != supported and not (supported is None and got is False):
-            flag = "--" + {"fp8": "fp8_format", "fp4": "fp4_format"}.get(name, name).replace("_", "-")
-            shown = "" if got is True else f" {got}"
+        if got != supported and got is not None and not (supported is None and got is False):
+            flag = flag_of(_FLAG_NAMES.get(name, name))
+            shown = "" if got is True else f" {' '.join(map(str, got)) if isinstance(got, list) else got}"
             raise NotImplementedError(f"{flag}{shown} is not supported; {way_out}")
     if args.optimizer not in ("adam", "sgd"):
         raise NotImplementedError(f"--optimizer {args.optimizer} is not supported; use adam")
+    if args.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
+        raise NotImplementedError("--use-precision-aware-optimizer is not supported without Transformer Engine, whose "
+                                  "Adam it is; install the extra `te`, or drop it")
     for name in _FOREIGN_DATA:
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} is for text, got {getattr(args, name)}; use --latent-data")

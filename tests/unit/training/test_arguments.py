@@ -55,6 +55,11 @@ def test_a_given_sequence_length_needs_no_second_flag():
     (["--num-layers", "four"], 1, "--num-layers: invalid int value: 'four'"),
     (["--min-lr", "2"], 1,
      "megatron-core refuses the arguments: args.min_lr <= args.lr, got --min-lr 2.0, --lr 0.0001"),
+    (["--overlap-param-gather"], 1,
+     "megatron-core refuses the arguments: --overlap-param-gather only supported with distributed optimizer"),
+    (["--overlap-param-gather", "--use-distributed-optimizer"], 1,
+     "megatron-core refuses the arguments: Must use --overlap-param-gather with --overlap-grad-reduce"),
+    (["--fp16", "--bf16"], 1, "megatron-core refuses the arguments: not args.bf16, got --bf16 True"),
     (["--micro-batch-size", "0"], 1, "--micro-batch-size must be an integer of at least 1, got 0"),
 ])
 def test_misuse_is_one_line_with_flag_allowed_and_got(flags, ranks, words):
@@ -68,6 +73,20 @@ def test_transformer_engine_must_be_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="install the extra `te` or use --transformer-impl local"):
         dry("--transformer-impl", "transformer_engine")
+
+
+def test_transformer_engine_must_be_one_that_megatron_loads(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match=r"a Transformer Engine that megatron-core can load, got 0\.0\.0; "):
+        dry("--transformer-impl", "transformer_engine")
+
+
+@pytest.mark.parametrize("flags", [
+    ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], ["--recompute-activations"],
+    ["--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"], ["--fp16"], ["--bf16"],
+])
+def test_what_is_supported_passes(flags):
+    dry(*flags)
 
 
 @pytest.mark.parametrize("name", ["num-layers", "hidden-size", "micro-batch-size", "lr", "latent-data"])
@@ -90,6 +109,26 @@ def test_what_is_required_is_named(tmp_path, name):
     (["--fp8-format", "hybrid"], 1, "--fp8-format hybrid is not supported; use --bf16"),
     (["--num-experts", "4"], 1, "--num-experts 4 is not supported"),
     (["--attention-dropout", "0.1"], 1, "--attention-dropout 0.1 is not supported"),
+    (["--hidden-dropout", "0.1"], 1, "--hidden-dropout 0.1 is not supported; leave it at 0"),
+    (["--init-model-with-meta-device"], 1, "--init-model-with-meta-device is not supported; leave it unset"),
+    (["--log-validation-ppl-to-tensorboard"], 1,
+     "--log-validation-ppl-to-tensorboard is not supported; leave it unset: a diffusion loss has no perplexity"),
+    (["--full-validation"], 1, "--full-validation is not supported; use --eval-iters"),
+    (["--multiple-validation-sets"], 1, "--multiple-validation-sets is not supported"),
+    (["--dataloader-type", "cyclic"], 1, "--dataloader-type cyclic is not supported; leave it at single"),
+    (["--rampup-batch-size", "1", "1", "4"], 1, "--rampup-batch-size 1 1 4 is not supported; use --global-batch-size"),
+    (["--num-layers-per-virtual-pipeline-stage", "1", "--pipeline-model-parallel-size", "2"], 2,
+     "--num-layers-per-virtual-pipeline-stage 1 is not supported; use --pipeline-model-parallel-size alone"),
+    (["--recompute-granularity", "selective", "--recompute-modules", "mlp"], 1,
+     "--recompute-modules mlp is not supported; use --recompute-granularity full"),
+    (["--swiglu"], 1, "--swiglu is not supported; use --dit-mlp"),
+    (["--qk-layernorm"], 1, "--qk-layernorm is not supported; use --dit-qk-norm rms"),
+    (["--apply-layernorm-1p"], 1, "--apply-layernorm-1p is not supported"),
+    (["--window-size", "4,4"], 1, "--window-size (4, 4) is not supported; use --dsv-attention window-1/3"),
+    (["--fp32-residual-connection", "--bf16"], 1, "--fp32-residual-connection is not supported"),
+    (["--use-precision-aware-optimizer", "--use-distributed-optimizer"], 1,
+     "--use-precision-aware-optimizer is not supported without Transformer Engine"),
+    (["--num-distributed-optimizer-instances", "2"], 2, "--num-distributed-optimizer-instances 2 is not supported"),
     (["--ckpt-format", "torch"], 1, "--ckpt-format torch is not supported; use torch_dist"),
     (["--optimizer", "muon"], 1, "--optimizer muon is not supported; use adam"),
     (["--yaml-cfg", "x.yaml"], 1, "--yaml-cfg is not supported; use --config"),
@@ -155,7 +194,7 @@ def test_the_run_folder_gets_a_config_that_repeats_the_run(tmp_path):
     assert write_run_config(args) is None
     path = write_run_config(args, str(tmp_path / "run"))
     again = arguments.dry_parse(["--config", str(path)], 1)
-    varying = {"config", "launch_argv", "launch_settings"}
+    varying = {"config", "launch_argv", "expanded_argv", "launch_settings"}
     assert {k: v for k, v in vars(again).items() if k not in varying} == \
         {k: v for k, v in vars(args).items() if k not in varying}
     resolved = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())
