@@ -58,6 +58,8 @@ def check(args: argparse.Namespace) -> None:
     for name, least in (("steps", 1), ("guidance", 0), ("fps", 0)):
         if getattr(args, name) < least or (least == 0 and name == "fps" and args.fps == 0):
             raise ValueError(f"--{name} must be {'at least 1' if least else 'above 0'}, got {getattr(args, name)}")
+    if args.shift is not None and not args.shift > 0:
+        raise ValueError(f"--shift must be above 0, got {args.shift}")
     sizes = [args.frames, args.height, args.width]
     if any(size is not None for size in sizes) and None in sizes:
         raise ValueError("--frames, --height and --width must be given together, got only some of them")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_dsv.training.builders import build_model
-    from megatron_dsv.training.checkpoint_guard import inspect_checkpoint
+    from megatron_dsv.training.checkpoint_guard import CheckpointError, inspect_checkpoint
     from megatron_dsv.training.ema import has_ema, load_ema_state
 
     parallel_state.initialize_model_parallel()
@@ -109,12 +110,21 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
     model = build_model(args).to(device)
     if args.bf16 or args.fp16:
         model = model.bfloat16() if args.bf16 else model.half()
-    if not inspect_checkpoint(weights, [model]):
+    try:
+        with_dsv = inspect_checkpoint(weights, [model])
+    except CheckpointError as error:
+        raise ValueError(f"CHECKPOINT {error}") from error
+    if not with_dsv:
         raise ValueError(f"--attention sparse needs a checkpoint with predictors, got {weights}; use --attention dense")
-    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(weights))
-    model.load_state_dict(loaded["model"])
-    if which == "ema" or (which == "auto" and has_ema(str(weights))):
-        load_ema_state(str(weights), model)
+    with warnings.catch_warnings(action="ignore"):  # torch's, about what Megatron calls in it
+        averaged = has_ema(str(weights))
+        if which == "ema" and not averaged:
+            raise ValueError(f"--weights ema needs a run with --ema-decay, got {weights}, which holds no EMA of the "
+                             "weights; use --weights raw")
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(weights))
+        model.load_state_dict(loaded["model"])
+        if averaged and which != "raw":
+            load_ema_state(str(weights), model)
     return model.eval()
 
 

@@ -61,8 +61,9 @@ VARIANTS: dict[str, tuple[str, int, float, float]] = {
                   "0.9", 4, 0.25, 0.4),
     "lse": (f"{SPARSE} --dsv-score-reduction lse", 4, 0.3, 0.45),
     "max": (f"{SPARSE} --dsv-score-reduction max", 4, 0.3, 0.45),
-    "window-1/3": ("--dsv-attention window-1/3", 4, 0.1, 0.75),
-    "window-2/3": ("--dsv-attention window-2/3", 4, 0.4, 0.95),
+    # A third of three dimensions is 1/27 of the keys; whole blocks round it up.
+    "window-1/3": ("--dsv-attention window-1/3", 4, 1 / 27, 0.1),
+    "window-2/3": ("--dsv-attention window-2/3", 4, 8 / 27, 0.6),
     "without-own-block": (f"{SPARSE} --no-dsv-keep-own-block", 4, 0.3, 0.34),
     "paper": (f"{PAPER} {SPARSE}", 4, 0.3, 0.45),
 }
