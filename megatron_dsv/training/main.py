@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from typing import Any
@@ -24,6 +25,10 @@ def main(argv: list[str]) -> None:
     except ImportError as error:
         arguments.exit_with(error)
     args = arguments.parse(argv)
+    if args.world_size == 1:
+        # A launch of one rank needs no launcher: port 0 is any free one.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
     # Megatron's fault-tolerance set-up parses the command line a second time.
     sys.argv = [sys.argv[0], *args.expanded_argv]
     from megatron_dsv.training.checkpoint_guard import CheckpointError

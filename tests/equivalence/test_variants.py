@@ -86,14 +86,6 @@ def test_variant(train, variant):
     assert log.loss("loss")[-1] < log.loss("loss")[0]
 
 
-def test_windows_differ(train):
-    """The first loss is that of a head of zeros; a window shows from the second step on."""
-    dense, small, large = (train(f"{SMALL} {flags}", steps=3).loss("loss")
-                           for flags in ("", "--dsv-attention window-1/3", "--dsv-attention window-2/3"))
-    assert dense[0] == small[0] == large[0]
-    assert len({dense[2], small[2], large[2]}) == 3
-
-
 def _same(log: Any, expected: Any) -> None:
     assert log.iterations == expected.iterations
     assert log.loss("loss") == pytest.approx(expected.loss("loss"), rel=5e-6)
