@@ -7,10 +7,11 @@ STAMP := $(VENV)/installed.stamp
 # One thread per process: tests and demo run several ranks on few cores.
 RUN := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 
-.PHONY: help install demo test lint type configs-check doctor
+.PHONY: help install demo test test-all lint type configs-check doctor
 help:
 	@echo "make demo           prepare real clips, train dense to sparse, resume, sample (CPU, minutes)"
 	@echo "make test           all tests that need no GPU"
+	@echo "make test-all       the slow ones, too"
 	@echo "make lint type configs-check"
 	@echo "make doctor         what is installed and what runs where"
 
@@ -29,6 +30,9 @@ demo: $(STAMP)
 
 # A GPU is hidden, so that the tests are the same ones everywhere.
 test: $(STAMP)
+	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -m "not gpu and not multigpu and not slow"
+
+test-all: $(STAMP)
 	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -m "not gpu and not multigpu"
 
 lint: $(STAMP)

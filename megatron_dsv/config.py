@@ -74,6 +74,9 @@ class DSVConfig:
     dsv_gate_recall: float = knob(
         0.9, "share of the true attention mass that predicted selections must hold before a layer goes sparse.",
         above=0, maximum=1)
+    dsv_rollback_recall: float = knob(
+        0.85, "a sparse layer whose recall stays below this, for --dsv-gate-passes profiles running, falls back to "
+        "dense; at most --dsv-gate-recall counts.", above=0, maximum=1)
     dsv_gate_passes: int = knob(2, "profiles running that must pass the gate.", minimum=1)
     dsv_profile_interval: int = knob(50, "steps between two profiles of sparsity, budget and recall.", minimum=1)
     dsv_profile_groups: int = knob(8, "query groups sampled in one profile.", minimum=1)

@@ -36,20 +36,22 @@ class LocalScheme:
     """AttentionScheme for context-parallel size 1.
 
     Args:
+        query_heads: global numbers of this rank's query heads.
+        proxies: P, proxy queries of a query group.
         dense_backend: ``dense_attention`` backend.
         sparse_backend: ``sparse_attention`` backend.
         deterministic: ask both for bitwise repeatable gradients.
     """
 
+    query_heads: range
+    proxies: int
     dense_backend: str = "auto"
     sparse_backend: str = "auto"
     deterministic: bool = False
 
     def begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: None = None) -> Pending:
         """Selects key/value blocks from low-rank queries and keys (``Select`` gives the shapes)."""
-        heads = range(q_lr.shape[2])
-        groups = range(q_lr.shape[0])
-        return Pending(select(q_lr, k_lr, heads, groups))
+        return Pending(select(q_lr, k_lr, self.query_heads, range(q_lr.shape[0] // self.proxies)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pending: Pending, *, softmax_scale: float) -> Tensor:
         """Attention of q [s, b, h, d] over k, v [s, b, G, d]; returns [s, b, h, d]."""

@@ -165,7 +165,11 @@ def _padded(tensors: dict[str, Any], buffer: Any) -> dict[str, Any]:
             start += size
         return full
 
-    return {name: spread(value) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
+    # One at a time, dropping its source: each is as large as the whole buffer.
+    for name in list(tensors):
+        if isinstance(tensors[name], torch.Tensor):
+            tensors[name] = spread(tensors.pop(name))
+    return tensors
 
 
 def _let_current_length_win() -> None:

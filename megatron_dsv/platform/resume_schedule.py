@@ -17,6 +17,10 @@ _SCHEDULE_FLAGS = {
 _LENGTHS = ("lr_decay_steps", "wd_incr_steps")
 
 
+class ScheduleError(ValueError):
+    """A resume whose learning-rate schedule differs from the checkpoint's, in one line."""
+
+
 def changed_lengths(current: dict[str, Any], saved: dict[str, Any]) -> set[str]:
     """The entries that differ because the run is longer or shorter (`--train-iters`, `--lr-decay-iters`, samples).
 
@@ -39,11 +43,11 @@ def check(current: dict[str, Any], saved: dict[str, Any], *, one_side_wins: bool
         one_side_wins: `--override-opt_param-scheduler` or `--use-checkpoint-opt_param-scheduler` was given.
 
     Raises:
-        ValueError: an entry differs; names its flag, both values and the ways out.
+        ScheduleError: an entry differs; names its flag, both values and the ways out.
     """
     for key, flag in _GROUP_FLAGS.items():
         if key in saved and saved[key] != current[key]:
-            raise ValueError(
+            raise ScheduleError(
                 f"{flag} is {current[key]!r}, but the checkpoint was saved with {saved[key]!r}, by which Megatron "
                 "finds its optimizer state: give the saved value, or --no-load-optim to start the optimizer anew"
             )
@@ -52,7 +56,7 @@ def check(current: dict[str, Any], saved: dict[str, Any], *, one_side_wins: bool
     allowed = changed_lengths(current, saved)
     for key, flags in _SCHEDULE_FLAGS.items():
         if key in saved and key not in allowed and saved[key] != current[key]:
-            raise ValueError(
+            raise ScheduleError(
                 f"{flags} gives {key} = {current[key]!r}, but the checkpoint was saved with {saved[key]!r}: give the "
                 "saved value, or --override-opt_param-scheduler to take the current flags for the whole schedule, or "
                 "--use-checkpoint-opt_param-scheduler to take the checkpoint's"

@@ -1,5 +1,6 @@
 """Validation losses to stdout, TensorBoard and wandb; takes the place of Megatron's `evaluate_and_print_results`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ def evaluate_and_report(
         )
         if out_of_time:
             return
-        values = {name: float(loss) for name, loss in losses.items()}
+        # A timestep bin that the evaluation never hit is 0 / 0.
+        found = {name: float(loss) for name, loss in losses.items()}
+        values = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
         _write(values, suffix, iteration, args.consumed_train_samples, writer, get_wandb_writer())
         if process_non_loss_data_func is not None and writer and training.is_last_rank():
             process_non_loss_data_func(non_loss_data, iteration, writer)

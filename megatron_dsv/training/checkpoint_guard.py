@@ -51,6 +51,9 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
 
         if root is None or _agree(flag, inspect):
             return load_checkpoint(ddp_model, *rest, **kwargs)
+        if args.dsv_sparse_stage == "sparse":
+            raise CheckpointError(f"{flag} {root} holds no predictors, and --dsv-sparse-stage sparse needs trained "
+                                  "ones; start with predictor or auto")
         with _without_dsv_state(models) as left_out:
             if left_out and torch.distributed.get_rank() == 0:
                 print(f" {root} holds no predictors: they start from their initial state", flush=True)
@@ -196,6 +199,8 @@ def _agree(flag: str, check: Callable[[], bool]) -> bool:
         mine: tuple[bool, str | None] = (check(), None)
     except CheckpointError as error:
         mine = (False, str(error))
+    except Exception as error:  # on one rank alone it would leave the others waiting
+        mine = (False, f"cannot be read: {type(error).__name__}: {error}")
     results: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(results, mine)
     errors = [error for _, error in results if error]

@@ -93,6 +93,10 @@ class ValidationDataset(torch.utils.data.Dataset):
         return _item(sample["latents"], sample["text"], drawn.noise, drawn.timestep, index)
 
 
+class SampleOrderError(ValueError):
+    """A resume that would tear a group of samples of one shape, in one line."""
+
+
 class DatasetProvider:
     """Megatron's data set provider.
 
@@ -113,6 +117,10 @@ class DatasetProvider:
         """Training and validation sets for (train, valid, test) sample numbers; there is no test set."""
         args = self._args
         train, valid = split_buckets(self._latents.buckets, self._latents.checksums, args.latent_valid_samples)
+        if len(train) > 1 and args.consumed_train_samples % args.global_batch_size:
+            raise SampleOrderError(
+                f"--global-batch-size must divide the {args.consumed_train_samples} samples consumed so far, got "
+                f"{args.global_batch_size}: with several shapes, the samples of a global batch share one")
         training = DiffusionDataset(self._latents, train, length=max(1, num_samples[0]), seed=args.seed,
                                     group_size=args.global_batch_size, flow=from_args(FlowConfig, args))
         if not valid or not args.eval_iters:

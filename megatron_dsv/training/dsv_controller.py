@@ -66,8 +66,11 @@ class DSVController:
         self.groups = groups
         self.num_layers = num_layers
         self.recorder = recorder
-        self.attentions = {module.layer_number: module for chunk in model for module in chunk.modules()
-                           if isinstance(module, DSVSelfAttention)}
+        found = [module for chunk in model for module in chunk.modules() if isinstance(module, DSVSelfAttention)]
+        self.attentions = {module.layer_number: module for module in found}
+        if len(self.attentions) < len(found):
+            raise NotImplementedError("DSVController drives one stack of layers with numbers of their own; give each "
+                                      "TransformerBlock a controller")
         predictors = {number: attention.predictor for number, attention in self.attentions.items()
                       if attention.predictor is not None}
         self.optimizer = PredictorOptimizer(
@@ -78,6 +81,23 @@ class DSVController:
         self.layer_reports: list[LayerReport] = []
         self._step: int | None = None
         self._first_step: int | None = None
+        self._profile_first = False
+        self._profiles_now = False
+
+    def begin_run(self) -> None:
+        """To be called once, after a checkpoint is loaded and before the first step, by every rank.
+
+        If some layer of the model has no budget yet, the first step is profiled. The ranks agree on that here, since
+        collectives follow from it and pipeline stages reach a step's first forward one after the other.
+        """
+        if self.optimizer is None:
+            return
+        layers = self.attentions.values()
+        missing = [any(attention.selector.budgets(1) is None for attention in layers)]
+        device = next(iter(layers)).linear_proj.weight.device
+        flag = torch.tensor(missing, dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.groups.model)
+        self._profile_first = bool(flag.item())
 
     def begin_micro_batch(self, step: int, num_tokens: int) -> None:
         """To be called before each training micro-batch's forward; acts once a step.
@@ -92,9 +112,10 @@ class DSVController:
         if self._first_step is None:
             self._first_step = step
         self._step = step
-        profiles = self._profiles(step)
+        self._profiles_now = self.optimizer is not None and (
+            step % self.dsv.dsv_profile_interval == 0 or (step == self._first_step and self._profile_first))
         for attention in self.attentions.values():
-            attention.begin_step(step, profiles=profiles)
+            attention.begin_step(step, profiles=self._profiles_now)
 
     def end_step(self) -> None:
         """To be called once a step, after the last backward and before the backbone's optimizer."""
@@ -105,12 +126,15 @@ class DSVController:
         self.recorder.record("dsv/predictor_loss", done.loss)
         self.recorder.record("dsv/predictor_grad_norm", done.grad_norm)
         self.recorder.record("dsv/predictor_skipped_layers", len(done.skipped_layers))
-        if self._profiles(self._step):
+        if self._profiles_now:
             self._absorb_profiles()
             self.profiled_at = self._step
             self.layer_reports = self.report_layers()
+        elif not self.layer_reports:
+            self.layer_reports = self.report_layers()  # of the checkpoint that this launch resumed
         for attention in self.attentions.values():
-            attention.cache.clear()
+            left = attention.cache.clear()
+            assert left == 0, f"layer {attention.layer_number} kept {left} selections that no backward asked for"
 
     def report_layers(self) -> list[LayerReport]:
         """All layers of the model, gathered over the pipeline; every rank must call it."""
@@ -127,13 +151,6 @@ class DSVController:
         torch.distributed.all_reduce(rows, group=self.groups.pipeline)
         return [LayerReport(number, bool(sparse), sparsity, keep, recall)
                 for number, (sparse, sparsity, keep, recall) in enumerate(rows.tolist(), start=1)]
-
-    def _profiles(self, step: int) -> bool:
-        """Every so many steps, and at a launch's first step if nothing has been measured yet."""
-        if self.optimizer is None:
-            return False
-        measured = all(attention.selector.budgets(1) is not None for attention in self.attentions.values())
-        return step % self.dsv.dsv_profile_interval == 0 or (step == self._first_step and not measured)
 
     def _learning_rate(self, attention: DSVSelfAttention) -> float:
         sparse = attention.selector.attends_sparsely(self.num_tokens)
@@ -161,7 +178,8 @@ class DSVController:
             statistics.pending = None
 
     def _advance(self, state: LayerState, recall: float) -> LayerState:
-        return advance(state, recall, gate_recall=self.dsv.dsv_gate_recall, gate_passes=self.dsv.dsv_gate_passes)
+        return advance(state, recall, gate_recall=self.dsv.dsv_gate_recall, gate_passes=self.dsv.dsv_gate_passes,
+                       rollback_recall=min(self.dsv.dsv_rollback_recall, self.dsv.dsv_gate_recall))
 
     def _layer_means(self, per_head: Tensor) -> Tensor:
         """[3, h] of this rank -> [3], the mean over the heads of all tensor-parallel ranks."""

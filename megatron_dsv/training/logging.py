@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +22,18 @@ def install(run: TrainingRun) -> None:
     training.report_theoretical_memory = lambda *args, **kwargs: None
     training.num_floating_point_operations = functools.partial(_step_flops, run)
     original = training.training_log
-    steps_since_log = 0
+    work = _Work()
 
     def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any,
                      **kwargs: Any) -> Any:
-        nonlocal steps_since_log
-        steps_since_log += 1
+        nonlocal work
+        work = work.and_step(run)
         due = iteration % run.args.log_interval == 0
-        seconds = training.get_timers()("interval-time").elapsed(reset=False) / steps_since_log if due else 0.0
+        seconds = training.get_timers()("interval-time").elapsed(reset=False) if due else 0.0
         result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if due:
-            _write(_numbers(run, seconds), iteration)
-            steps_since_log = 0
+            _write(_numbers(run, work, seconds), iteration)
+            work = _Work()
         if run.controller is not None and run.controller.profiled_at == iteration - 1:
             _write_layers(run.controller.layer_reports, iteration)
         return result
@@ -46,29 +47,45 @@ def _step_flops(run: TrainingRun, args: Any, batch_size: int, *rest: Any, **kwar
     return 3 * batch_size * forward_flops(args, num_tokens)
 
 
-def _numbers(run: TrainingRun, seconds: float) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Work:
+    """What the steps since the last log line did: real tokens, and model FLOPs counted dense and as done."""
+
+    tokens: float = 0.0
+    dense: float = 0.0
+    useful: float = 0.0
+
+    def and_step(self, run: TrainingRun) -> _Work:
+        """This work and that of the step just finished, whose samples all have one shape."""
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+        controller, samples = run.controller, get_current_global_batch_size()
+        if controller is None:
+            return self
+        tokens = controller.num_tokens
+        kept = [report.keep_ratio if report.sparse else 1.0 for report in controller.layer_reports] or None
+        return _Work(self.tokens + samples * tokens,
+                     self.dense + 3 * samples * forward_flops(run.args, tokens),
+                     self.useful + 3 * samples * forward_flops(run.args, tokens, kept))
+
+
+def _numbers(run: TrainingRun, work: _Work, seconds: float) -> dict[str, float]:
     """What a log line adds; every rank takes part, because bins are summed over the data-parallel group."""
     from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
     numbers = run.loss_bins.take(parallel_state.get_data_parallel_group(with_context_parallel=True)) \
         if parallel_state.is_pipeline_last_stage() else {}
     controller = run.controller
     if controller is None:
         return numbers
-    samples = get_current_global_batch_size()
-    reports = controller.layer_reports
-    kept = [report.keep_ratio if report.sparse else 1.0 for report in reports] or None
-    world = torch.distributed.get_world_size()
-    dense, useful = (3 * samples * forward_flops(run.args, controller.num_tokens, ratios) / seconds / world / 1e12
-                     for ratios in (None, kept))
-    record = run.recorder.record
-    record("dsv/tokens_per_second", samples * controller.num_tokens / seconds)
-    record("dsv/tflops_dense", dense)
-    record("dsv/tflops_useful", useful)
+    reports, record = controller.layer_reports, run.recorder.record
+    per_gpu = 1e-12 / seconds / torch.distributed.get_world_size()
+    record("dsv/tokens_per_second", work.tokens / seconds)
+    record("dsv/tflops_dense", work.dense * per_gpu)
+    record("dsv/tflops_useful", work.useful * per_gpu)
     peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak is not None:
-        record("dsv/mfu", useful / peak)
+        record("dsv/mfu", work.useful * per_gpu / peak)
     if reports:
         record("dsv/sparse_layers", sum(report.sparse for report in reports))
         for name in ("sparsity", "keep_ratio", "recall"):

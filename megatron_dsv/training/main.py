@@ -31,11 +31,13 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     # Megatron's fault-tolerance set-up parses the command line a second time.
     sys.argv = [sys.argv[0], *args.expanded_argv]
+    from megatron_dsv.platform.resume_schedule import ScheduleError
     from megatron_dsv.training.checkpoint_guard import CheckpointError
+    from megatron_dsv.training.datasets import SampleOrderError
 
     try:
         _train(args)
-    except CheckpointError as error:
+    except (CheckpointError, ScheduleError, SampleOrderError) as error:
         arguments.exit_with(error)
 
 
@@ -76,6 +78,14 @@ def _train(args: Any) -> None:
     if args.ema_decay > 0:
         ema.install(args.ema_decay)
     training.load_checkpoint = guard(training.load_checkpoint, args)
+    train = training.train
+
+    def begin_and_train(*positional: Any, **named: Any) -> Any:
+        if run.controller is not None:
+            run.controller.begin_run()
+        return train(*positional, **named)
+
+    training.train = begin_and_train
     logging.install(run)
     run_config.install(args)
     with warnings.catch_warnings(action="ignore"):  # of Megatron, about interfaces that it may change

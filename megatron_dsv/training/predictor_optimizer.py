@@ -66,20 +66,20 @@ class PredictorOptimizer:
             self.predictors[layer].clear()
         grads = [grad for layer in layers for grad in self.predictors[layer].grads()]
         losses, counts = self._reduce(layers, grads)
-        for layer, count in zip(layers, counts.clamp_min(1).tolist(), strict=True):
-            for grad in self.predictors[layer].grads():
-                # A rank's loss is the mean over its own heads, the layer's the mean over all of them.
-                grad.div_(count * self.tensor_group.size())
+        for layer, count in zip(layers, counts, strict=True):
+            # A rank's loss is the mean over its own heads, the layer's the mean over all of them.
+            torch._foreach_div_(self.predictors[layer].grads(), float(max(count, 1) * self.tensor_group.size()))
         norm = self._norm(grads)
         if self.clip_grad > 0:
             scale = (self.clip_grad / (norm + 1e-6)).clamp_max(1.0)
-            for grad in grads:
-                grad.mul_(scale.to(grad.dtype))
+            torch._foreach_mul_(list(grads), scale.to(grads[0].dtype))
         for layer in layers:
             if layer not in bad:
                 self._apply(self.predictors[layer], learning_rates[layer])
             self.predictors[layer].clear()
-        totals = torch.stack([(losses / counts.clamp_min(1)).sum(), (counts > 0).sum().double()])
+        means = losses / losses.new_tensor([max(count, 1) for count in counts])
+        used = losses.new_tensor([float(sum(count > 0 for count in counts))])
+        totals = torch.cat([means.sum()[None], used])
         torch.distributed.all_reduce(totals, group=self.model_group)
         return PredictorStep(totals[0] / totals[1].clamp_min(1), norm, bad)
 
@@ -92,21 +92,24 @@ class PredictorOptimizer:
             torch.distributed.all_reduce(flags, op=ReduceOp.MAX, group=group)
         return [layer for layer, flag in zip(layers, flags.tolist(), strict=True) if flag]
 
-    def _reduce(self, layers: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Sums gradients, losses and micro-batch counts over the data-parallel group, in one buffer each."""
+    def _reduce(self, layers: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Sums gradients and losses over the data-parallel group in one buffer.
+
+        Returns:
+            loss sums [layers], fp64, averaged over tensor-parallel ranks (which hold other heads of the same layers),
+            and the micro-batches behind each: every data-parallel rank has run as many.
+        """
+        predictors = [self.predictors[layer] for layer in layers]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         torch.distributed.all_reduce(flat, group=self.data_group)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(total.view_as(grad))
-        predictors = [self.predictors[layer] for layer in layers]
-        counts = torch.tensor([float(predictor.loss_count) for predictor in predictors], dtype=torch.float64)
-        sums = torch.stack([torch.cat([predictor.get_buffer("loss_sum") for predictor in predictors]),
-                            counts.to(flat.device)])
-        torch.distributed.all_reduce(sums, group=self.data_group)
-        # Tensor-parallel ranks hold other heads of the same layers: the layer's loss is their mean.
-        losses = sums[0].clone()
+        sizes = [grad.numel() for grad in grads]
+        torch._foreach_copy_(list(grads), [total.view_as(grad) for grad, total in
+                                           zip(grads, flat.split(sizes), strict=True)])
+        losses = torch.cat([predictor.get_buffer("loss_sum") for predictor in predictors])
+        torch.distributed.all_reduce(losses, group=self.data_group)
         torch.distributed.all_reduce(losses, group=self.tensor_group)
-        return losses / self.tensor_group.size(), sums[1]
+        counts = [predictor.loss_count * self.data_group.size() for predictor in predictors]
+        return losses / self.tensor_group.size(), counts
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
         total = torch.stack([grad.double().square().sum() for grad in grads]).sum()

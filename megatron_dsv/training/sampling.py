@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 from megatron_dsv.platform import compat, cpu
@@ -82,9 +83,14 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
     """The run's own arguments, for one device, with the attention that was asked for."""
     from megatron_dsv.training.arguments import dry_parse
 
-    argv = ["--config", str(folder / "config.yaml"), "--tensor-model-parallel-size", "1",
-            "--pipeline-model-parallel-size", "1", "--no-sequence-parallel", "--dsv-sparse-stage",
-            "sparse" if options.attention == "sparse" else "dense"]
+    config = ["--config", str(folder / "config.yaml")]
+    stage = "dense"
+    if options.attention == "sparse":
+        # Under auto the gate has decided layer by layer, and a layer that did not pass stays dense here too.
+        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+        stage = "auto" if settings.get("dsv-sparse-stage") == "auto" else "sparse"
+    argv = [*config, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
+            "--no-sequence-parallel", "--dsv-sparse-stage", stage]
     if options.keep_ratio is not None:
         argv += ["--dsv-keep-ratio", str(options.keep_ratio)]
     if options.latent_data is not None:

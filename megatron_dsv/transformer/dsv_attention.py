@@ -40,8 +40,12 @@ class DSVCoreAttention(MegatronModule):
         head_dim = config.kv_channels
         self.layer_number = layer_number
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        self.scheme = LocalScheme(dense_backend=dsv.dsv_dense_backend, sparse_backend=dsv.dsv_sparse_backend,
-                                  deterministic=dsv.dsv_deterministic)
+        tp = pg_collection.tp if pg_collection is not None else None
+        heads = config.num_attention_heads // (1 if tp is None else tp.size())
+        first = 0 if tp is None else tp.rank() * heads
+        self.scheme = LocalScheme(
+            range(first, first + heads), dsv.dsv_predictor_proxies, dense_backend=dsv.dsv_dense_backend,
+            sparse_backend=dsv.dsv_sparse_backend, deterministic=dsv.dsv_deterministic)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, /, *,
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,

@@ -7,12 +7,14 @@ Dims: S tokens, b batch, H hidden, h local query heads, G local key/value heads,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.local import LocalScheme
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.sparsity.predictor_loss import predictor_loss
 from megatron_dsv.sparsity.profile import GroupProfile, profile_query_groups
@@ -44,21 +46,21 @@ def low_rank_keys(predictor: LowRankPredictor, source: PredictorInput, weights: 
 
 
 def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Tensor, *, dsv: DSVConfig,
-          kv_length: Tensor, softmax_scale: float, step: int) -> None:
+          kv_length: Tensor, softmax_scale: float, step: int, scheme: LocalScheme) -> None:
     """Adds the gradients of one micro-batch's predictor loss to the predictor.
 
     Args:
         q, k: true queries [S, b, h, d] and keys [S, b, G, d].
         kv_length: int32 [b] on the CPU.
         step: of the run; it moves the sampled rows.
+        scheme: knows where rows of q live.
     """
-    rows = sample_rows(int(kv_length.min()), dsv.dsv_predictor_query_stride, step,
-                       q_block_size=dsv.dsv_q_block_size).to(q.device)
+    rows = _training_rows(int(kv_length.min()), dsv.dsv_predictor_query_stride, step, dsv.dsv_q_block_size, q.device)
     leaves = [weight.detach().requires_grad_() for weight in predictor.weights()]
     with torch.enable_grad():
         q_lr = low_rank_queries(predictor, source, rows, leaves)
         k_lr = low_rank_keys(predictor, source, leaves)
-        loss = predictor_loss(q_lr, k_lr, q.detach().index_select(0, rows), k.detach(), kv_length=kv_length,
+        loss = predictor_loss(q_lr, k_lr, scheme.gather_rows(q.detach(), rows), k.detach(), kv_length=kv_length,
                               softmax_scale=softmax_scale, cosine_weight=dsv.dsv_predictor_cosine_weight,
                               norm_weight=dsv.dsv_predictor_norm_weight)
         grads = torch.autograd.grad(loss, leaves)
@@ -69,14 +71,31 @@ def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Ten
 def examine(q: Tensor, k: Tensor, selection: KVSelection | None, *, dsv: DSVConfig, kv_length: Tensor,
             softmax_scale: float, step: int) -> GroupProfile:
     """Profile of held-out query groups: true sparsity, the blocks they need, and the mass that ``selection`` keeps."""
-    groups = sample_groups(int(kv_length.min()), dsv.dsv_profile_groups, step // dsv.dsv_profile_interval,
-                           q_block_size=dsv.dsv_q_block_size)
+    groups = _profiled_groups(int(kv_length.min()), dsv.dsv_profile_groups, step // dsv.dsv_profile_interval,
+                              dsv.dsv_q_block_size, q.device)
     return profile_query_groups(
         q.detach(), k.detach(), group_ids=groups, q_block_size=dsv.dsv_q_block_size,
         kv_block_size=dsv.dsv_kv_block_size, kv_length=kv_length, query_length=kv_length, softmax_scale=softmax_scale,
         theta=dsv.dsv_theta, budget_mass=dsv.dsv_budget_mass, selection=selection,
         # A query's sparsity sorts all its keys; the paper samples one query in sixteen too.
         sparsity_stride=min(16, dsv.dsv_q_block_size))
+
+
+@functools.lru_cache(maxsize=4)
+def _training_rows(length: int, stride: int, step: int, q_block_size: int, device: torch.device) -> Tensor:
+    """Rows that train the predictors at a step, on the device; one entry serves all layers."""
+    return _moved(sample_rows(length, stride, step, q_block_size=q_block_size), device)
+
+
+@functools.lru_cache(maxsize=4)
+def _profiled_groups(length: int, count: int, number: int, q_block_size: int, device: torch.device) -> Tensor:
+    """Held-out groups of a profile, on the device; one entry serves all layers."""
+    return _moved(sample_groups(length, count, number, q_block_size=q_block_size), device)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    # A copy from pageable memory would wait for the device.
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _rotated(x: Tensor, rope: RopeTables | None, rows: Tensor | None) -> Tensor:

@@ -99,29 +99,38 @@ class Selector:
         """Selection from proxies q_lr [Nq * P, b, h, r] and keys k_lr [S, b, G, r]; kv_length int32 [b] on the CPU.
 
         Without a budget (nothing measured yet) every block is selected.
+
+        Args:
+            head_ids: global numbers of the h query heads passed, a part of this layer's.
+            query_group_ids: numbers, in the whole sequence, of the Nq groups passed.
+            num_queries: query tokens that go with the Nq groups, padding included.
         """
         dsv, num_keys = self.dsv, k_lr.shape[0]
         if dsv.dsv_freeze_selection:
-            scores = self._frozen_scores(q_lr.shape[1], num_queries, num_keys, q_lr.device)
+            scores = self._frozen_scores(head_ids, q_lr.shape[1], query_group_ids, num_keys, q_lr.device)
         else:
             scores = block_scores(q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
                                   proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction,
                                   softmax_scale=k_lr.shape[-1]**-0.5)
         budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
+        if budgets is not None:
+            budgets = [budgets[head - self.query_heads.start] for head in head_ids]
+        whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
         return select(
-            scores, rule=dsv.dsv_selection_rule if budgets is not None else "all", num_kv_heads=self.num_kv_heads,
+            scores, rule=dsv.dsv_selection_rule if budgets is not None else "all", num_kv_heads=k_lr.shape[2],
             num_queries=num_queries, num_keys=num_keys, q_block_size=dsv.dsv_q_block_size,
             kv_block_size=dsv.dsv_kv_block_size, head_budgets=budgets, theta=dsv.dsv_budget_mass,
             score_kind=dsv.dsv_score_reduction, kv_length=kv_length, query_length=kv_length,
+            query_group_ids=None if whole else torch.tensor(query_group_ids, device=k_lr.device),
             keep_own_block=dsv.dsv_keep_own_block)
 
-    def _frozen_scores(self, batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Scores that depend on layer, head and shape alone: the same selection in every layout and at every step."""
-        groups = -(-num_queries // self.dsv.dsv_q_block_size)
+    def _frozen_scores(self, heads: range, batch: int, query_groups: range, num_keys: int,
+                       device: torch.device) -> Tensor:
+        """Scores that depend on layer, head and block numbers alone: the same selection in every layout and step."""
         blocks = -(-num_keys // self.dsv.dsv_kv_block_size)
-        heads = []
-        for head in self.query_heads:
-            digest = hashlib.sha256(f"frozen/{self.layer_number}/{head}/{groups}/{blocks}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            heads.append(torch.rand(groups, blocks, generator=generator))
-        return torch.stack(heads)[None].expand(batch, -1, -1, -1).to(device)
+        rows = []
+        for head in heads:
+            digest = hashlib.sha256(f"frozen/{self.layer_number}/{head}/{blocks}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+            rows.append(torch.rand(query_groups.stop, blocks, generator=generator)[query_groups.start:])
+        return torch.stack(rows)[None].expand(batch, -1, -1, -1).to(device)

@@ -194,7 +194,7 @@ class DSVSelfAttention(SelfAttention):
             if selection is None and self.selector.budgets(1) is not None:
                 selection = self._select(source, kv_length).selection
             self.statistics.add(examine(query, key, selection, **common))
-        learn(self.predictor, source, query, key, **common)
+        learn(self.predictor, source, query, key, **common, scheme=self.core_attention.scheme)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, pending: Pending) -> Tensor:
         if self.checkpoint_core_attention and self.training:

@@ -96,6 +96,12 @@ def _copy(source: Path, target: Path) -> tuple[Path, Path]:
     return target, target / "iter_0000002"
 
 
+def test_sparse_needs_trained_predictors(refusal, saved):
+    line = refusal(saved["dense"], "--dsv-sparse-stage sparse", 2)
+    assert "holds no predictors" in line
+    assert "start with predictor or auto" in line
+
+
 @pytest.mark.parametrize("stage", ["predictor", "auto"])
 def test_dsv_starts_from_a_dense_checkpoint(argv, saved, dense, stage):
     before = _digest(saved["dense"])

@@ -1,0 +1,77 @@
+"""The controller on two ranks that measure differently: every rank of a layer takes the same decision."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.metrics import Recorder
+from megatron_dsv.testing.model_parallel import initialize, transformer_config
+from megatron_dsv.testing.ranks import run_ranks
+
+DSV = {"dsv_sparse_stage": "auto", "dsv_q_block_size": 16, "dsv_kv_block_size": 8, "dsv_predictor_rank": 4,
+       "dsv_gate_passes": 1}
+
+
+def _controller(tensor_parallel):
+    groups = initialize(tensor_parallel=tensor_parallel)
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
+    from megatron_dsv.transformer.layer_specs import get_dsv_layer_spec
+
+    dsv = DSVConfig(**DSV)
+    block = TransformerBlock(transformer_config(TransformerConfig, tensor_parallel=tensor_parallel),
+                             get_dsv_layer_spec(dsv), pg_collection=groups)
+    return DSVController([block], dsv, DSVGroups(groups.dp_cp, groups.tp, groups.pp, groups.mp), 2, Recorder())
+
+
+def _decide(tensor_parallel, recalls):
+    """A step in which each rank measured its own recall; the states that follow, and the budgets."""
+    from megatron_dsv.sparsity.profile import GroupProfile
+
+    controller = _controller(tensor_parallel)
+    rank = torch.distributed.get_rank()
+    controller.begin_run()
+    controller.begin_micro_batch(0, 64)
+    for attention in controller.attentions.values():
+        heads = len(attention.selector.query_heads)
+        sums = torch.tensor([0.5, 0.25, recalls[rank]])[:, None].expand(3, heads).clone()
+        attention.statistics.add(GroupProfile(sums, torch.ones(3, heads)))
+    controller.end_step()
+    return [(attention.statistics.state().sparse, attention.statistics.layer_means()["recall"])
+            for attention in controller.attentions.values()]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(("recalls", "sparse"), [((0.99, 0.85), True), ((0.99, 0.5), False), ((0.99, math.nan), False)])
+def test_ranks_that_measure_differently_decide_alike(tensor_parallel, recalls, sparse):
+    first, second = run_ranks(_decide, 2, tensor_parallel, recalls)
+    assert [state for state, _ in first] == [state for state, _ in second] == [sparse, sparse]
+    if not math.isnan(sum(recalls)):
+        assert [recall for _, recall in first] == [recall for _, recall in second]
+        assert first[0][1] == pytest.approx(sum(recalls) / 2, abs=1e-6)
+
+
+def _bad_gradient_on_one_rank():
+    controller = _controller(1)
+    first, second = (attention.predictor for attention in controller.attentions.values())
+    before = [[weight.clone() for weight in predictor.weights()] for predictor in (first, second)]
+    controller.begin_micro_batch(0, 64)
+    for predictor in (first, second):
+        predictor.accumulate(torch.tensor(1.0), [torch.ones_like(grad) for grad in predictor.grads()], 1.0)
+    if torch.distributed.get_rank() == 1:
+        first.grads()[0][0, 0, 0] = math.inf
+    controller.end_step()
+    kept = all(torch.equal(weight, old) for weight, old in zip(first.weights(), before[0], strict=True))
+    moved = not any(torch.equal(weight, old) for weight, old in zip(second.weights(), before[1], strict=True))
+    return kept, moved, [weight.sum().item() for weight in second.weights()]
+
+
+def test_a_bad_gradient_on_one_rank_costs_every_rank_the_same_update():
+    first, second = run_ranks(_bad_gradient_on_one_rank, 2)
+    assert first == second
+    assert first[0], "the layer with the bad gradient must keep its weights on both ranks"
+    assert first[1], "the other layer must learn"

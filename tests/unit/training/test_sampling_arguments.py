@@ -1,0 +1,25 @@
+"""Which attention a sample uses: what the run's own gate decided, or dense."""
+
+import argparse
+
+import pytest
+
+from megatron_dsv.testing.latents import write_latents
+
+RUN = {"num-layers": 2, "hidden-size": 48, "num-attention-heads": 4, "micro-batch-size": 1, "lr": 1e-3,
+       "train-iters": 1, "dit-text-dim": 64, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+
+
+@pytest.mark.parametrize(("trained", "attention", "stage"), [
+    ("auto", "sparse", "auto"), ("sparse", "sparse", "sparse"), ("predictor", "sparse", "sparse"),
+    ("auto", "dense", "dense")])
+def test_a_sample_respects_the_gate(tmp_path, trained, attention, stage):
+    import yaml
+
+    from megatron_dsv.training.sampling import run_arguments
+
+    data = write_latents(tmp_path / "data", [(1, 4, 4)])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN | {"latent-data": str(data), "dsv-sparse-stage": trained}))
+    options = argparse.Namespace(attention=attention, keep_ratio=None, latent_data=None)
+    args = run_arguments(tmp_path, options)
+    assert (args.dsv_sparse_stage, args.tensor_model_parallel_size, args.sequence_parallel) == (stage, 1, False)
