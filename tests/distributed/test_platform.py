@@ -171,8 +171,8 @@ def test_longer_run_from_a_checkpoint_without_ema(single, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lr", "2e-2"], "ValueError: --lr is 0.02, but the checkpoint was saved with 0.01"),
-        (["--lr-decay-style", "linear"], "ValueError: --lr-decay-style gives lr_decay_style = 'linear', but"),
+        (["--lr", "2e-2"], "ScheduleError: --lr is 0.02, but the checkpoint was saved with 0.01"),
+        (["--lr-decay-style", "linear"], "ScheduleError: --lr-decay-style gives lr_decay_style = 'linear', but"),
     ],
 )
 def test_another_schedule_names_the_flag(single, flags, message):
