@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CLIPS = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")
 CAPTIONS = ("a rabbit in a meadow", "cyclists on a road", "a man talking in a car")
-GATE_STEPS = 160
-RESUMED_STEPS = 200
-ARM_STEPS = 240
+GATE_STEPS = 120
+RESUMED_STEPS = 150
+ARM_STEPS = 180
 LAYER = re.compile(r"layer\s+(\d+)\s+(sparse|dense)\s+sparsity ([\d.na]+)\s+keep ([\d.na]+)\s+recall ([\d.na]+)")
 VALIDATION = re.compile(r"validation loss at .*?\| loss value: ([\d.E+-]+)")
 

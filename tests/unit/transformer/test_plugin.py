@@ -35,7 +35,7 @@ def _everything_selected_equals_dense(predictor_input):
     sparse = _block(groups, DSVConfig(**DSV, dsv_sparse_stage="sparse", dsv_keep_ratio=1.0,
                                       dsv_predictor_input=predictor_input)).double()
     sparse.load_state_dict(dense.state_dict(), strict=False)
-    # All blocks listed, and no row marked dense: this is the sparse path with full lists.
+    # Rows that keep everything are marked dense; the whole-model test lists their blocks one by one.
     for layer in sparse.layers:
         select = layer.self_attention.selector
         layer.self_attention.selector.budgets = lambda blocks, select=select: [blocks] * len(select.query_heads)
