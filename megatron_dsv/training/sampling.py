@@ -86,9 +86,11 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
     config = ["--config", str(folder / "config.yaml")]
     stage = "dense"
     if options.attention == "sparse":
-        # Under auto the gate has decided layer by layer, and a layer that did not pass stays dense here too.
+        # Under auto the gate has decided layer by layer, and a layer that did not pass stays dense here too;
+        # a forced share overrules it.
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
-        stage = "auto" if settings.get("dsv-sparse-stage") == "auto" else "sparse"
+        gated = settings.get("dsv-sparse-stage") == "auto" and options.keep_ratio is None
+        stage = "auto" if gated else "sparse"
     argv = [*config, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
             "--no-sequence-parallel", "--dsv-sparse-stage", stage]
     if options.keep_ratio is not None:

@@ -15,7 +15,7 @@ import torch
 from megatron_dsv.cli.main import main as dsv
 
 FLAGS = ("--num-layers 2 --global-batch-size 2 --eval-iters 0 --dsv-kv-block-size 4 --dsv-sparse-stage auto "
-         "--dsv-gate-recall 0.05 --dsv-budget-mass 0.5 --ema-decay 0.9 --use-distributed-optimizer")
+         "--dsv-gate-recall 0.05 --dsv-gate-passes 1 --dsv-budget-mass 0.5 --ema-decay 0.9 --use-distributed-optimizer")
 STEPS = "--steps 3 --guidance 2"
 
 
