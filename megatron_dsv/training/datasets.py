@@ -121,7 +121,9 @@ class DatasetProvider:
             raise SampleOrderError(
                 f"--global-batch-size must divide the {args.consumed_train_samples} samples consumed so far, got "
                 f"{args.global_batch_size}: with several shapes, the samples of a global batch share one")
-        training = DiffusionDataset(self._latents, train, length=max(1, num_samples[0]), seed=args.seed,
+        # Megatron's sampler refuses a start at or beyond the end, also where a finished run is launched once more.
+        samples = args.consumed_train_samples + num_samples[0] + args.global_batch_size
+        training = DiffusionDataset(self._latents, train, length=samples, seed=args.seed,
                                     group_size=args.global_batch_size, flow=from_args(FlowConfig, args))
         if not valid or not args.eval_iters:
             return training, None, None

@@ -228,3 +228,8 @@ def test_the_program_itself(argv, saved, tmp_path):
     assert "Traceback" not in done.stderr
     assert [line for line in done.stderr.splitlines() if "error" in line.lower()] == done.stderr.splitlines()[-1:]
     assert f"pretrain_video_dit.py: error: --load {weights} is truncated" in done.stderr
+
+
+def test_a_finished_run_can_be_launched_again_and_go_on_with_smaller_batches(argv, saved):
+    assert run_pretrain(argv(f"--load {saved['dense']}", 2)).iterations == []
+    assert run_pretrain(argv(f"--load {saved['dense']} --global-batch-size 1", 4)).iterations == [3, 4]
