@@ -9,6 +9,8 @@ from megatron_dsv.config_fields import check_fields, knob, parse_sizes
 
 STAGES = ("dense", "predictor", "sparse", "auto")
 WINDOWS = {"window-1/3": 1 / 3, "window-2/3": 2 / 3}
+MASS_RULES = ("mass", "topk-mass")
+"""Selection rules that add up scores of blocks, for which a maximum is none."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,9 @@ class DSVConfig:
         if self.dsv_keep_ratio is not None and self.dsv_selection_rule == "mass":
             raise ValueError("--dsv-keep-ratio needs --dsv-selection-rule topk or topk-mass, got mass; the mass rule "
                              "has no fixed share, its target is --dsv-budget-mass")
+        if self.dsv_selection_rule in MASS_RULES and self.dsv_score_reduction == "max":
+            raise ValueError(f"--dsv-selection-rule {self.dsv_selection_rule} sums scores, so it needs "
+                             "--dsv-score-reduction mass or lse, got max; with max use --dsv-selection-rule topk")
 
     @property
     def cube(self) -> tuple[int, int, int] | None:

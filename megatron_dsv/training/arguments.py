@@ -14,11 +14,13 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
+from megatron_dsv.training.host_checks import check_host
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
 __all__ = ["HostError", "defaults", "dry_parse", "exit_with", "parse", "parse_or_raise", "validate"]
@@ -56,6 +58,10 @@ def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
 
     with _quiet_ranks():
         args = _parse_and_validate(argv, check_files=True)
+        try:
+            check_host(args)
+        except (ValueError, NotImplementedError) as error:
+            raise HostError(str(error)) from error
         with _megatron_errors(args):
             # A tokenizer would be built, and transformers imported, for text that is never tokenised.
             args.padded_vocab_size = args.vocab_size
@@ -128,7 +134,11 @@ def defaults(parser: argparse.ArgumentParser) -> None:
 def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
                         on_expansion: Callable[[Expansion], None] = lambda expansion: None) -> argparse.Namespace:
     """Parse, check with our rules, then with Megatron's; sets no global."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
+
+    from megatron_dsv.transformer.transformer_config import DiTTransformerConfig
 
     expansion = Expansion(argv=[])
     settings: dict[str, Any] = {}
@@ -150,6 +160,9 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
             raise NotImplementedError(
                 "--yaml-cfg is not supported; use --config: the command line then stays in force")
         settings.update(settings_of(expansion.argv, parser))
+        empty = next((key for key, value in settings.items() if value == ""), None)
+        if empty is not None:
+            raise ValueError(f"--{empty} must not be empty, got ''; leave the flag out to do without")
         parser.error = lambda message: _refuse(message, parser, expansion)  # type: ignore[method-assign]
         sys.argv = [sys.argv[0], *expansion.argv]
         return parser
@@ -176,6 +189,11 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _megatron_errors(args):
         validate_args(args, {})
+        # What these configurations refuse would otherwise end a launch after its ranks have met.
+        with warnings.catch_warnings(action="ignore"):
+            core_transformer_config_from_args(args, DiTTransformerConfig)
+            get_megatron_ddp_config(args)
+            get_megatron_optimizer_config(args)
     return args
 
 
@@ -184,6 +202,8 @@ def _refuse(message: str, parser: argparse.ArgumentParser, expansion: Expansion)
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()
         flags = [token for token in unknown if token.startswith("-")] or unknown
+        if not flags:
+            raise ValueError("an argument is empty, got ''; drop it, or give the flag before it its value")
         close = difflib.get_close_matches(flags[0].split("=")[0], list(parser._option_string_actions), n=1)
         raise ValueError(f"unknown flag {flags[0]}" + (f"; did you mean {close[0]}?" if close else ""))
     if message.startswith("argument "):
@@ -213,17 +233,25 @@ def _enum_reader(read: Callable[[str], Any], names: list[str]) -> Callable[[str]
 
 @contextlib.contextmanager
 def _megatron_errors(args: argparse.Namespace) -> Iterator[None]:
-    """Turn Megatron's assertions about arguments into the ValueError that they mean."""
+    """Turn whatever Megatron raises about arguments into the ValueError that it means."""
     try:
         yield
-    except (AssertionError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError):
+    except (ValueError, NotImplementedError) as error:
+        if "\n" not in str(error).strip():
             raise
+        raise type(error)(" ".join(str(error).split())) from error
+    except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1].line or ""
         names = dict.fromkeys(re.findall(r"args\.(\w+)", line))
         got = ", ".join(f"{flag_of(name)} {getattr(args, name)}" for name in names if hasattr(args, name))
-        # Many assertions carry no message: the asserted line and the values say what is wrong.
-        reason = " ".join(str(error).split()) or f"{line.removeprefix('assert ')}, got {got}"
+        reason = " ".join(str(error).split())
+        if not isinstance(error, AssertionError | RuntimeError | SystemExit):
+            reason = f"{type(error).__name__} {reason}".strip()
+        # Many assertions name no flag or carry no message: the asserted line and the values say what is wrong.
+        if reason in ("", "None"):
+            reason = line.removeprefix("assert ").rstrip(" \\")
+        if "--" not in reason and got:
+            reason += f", got {got}"
         raise ValueError(f"megatron-core refuses the arguments: {reason}") from error
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.config_fields import flag_of, from_args
+from megatron_dsv.config_fields import from_args
 from megatron_dsv.data.config import DataConfig
 from megatron_dsv.diffusion.config import FlowConfig
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.training.config import TrainingConfig
+from megatron_dsv.training.flag_limits import check_limits, megatron_flag
+from megatron_dsv.training.flag_relations import check_relations
 
 CONFIGS: tuple[type[Any], ...] = (DSVConfig, VideoDiTConfig, FlowConfig, DataConfig, TrainingConfig)
 """The dataclasses whose fields are flags, in the order of the help text."""
@@ -35,6 +37,8 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "num_layers_per_virtual_pipeline_stage": (None, "use --pipeline-model-parallel-size alone"),
     "num_virtual_stages_per_pipeline_rank": (None, "use --pipeline-model-parallel-size alone"),
     "pipeline_model_parallel_layout": (None, "use --pipeline-model-parallel-size alone"),
+    "account_for_embedding_in_pipeline_split": (False, "use --decoder-first-pipeline-num-layers"),
+    "account_for_loss_in_pipeline_split": (False, "use --decoder-last-pipeline-num-layers"),
     "cuda_graph_impl": ("none", "leave it unset: selections change shape from step to step"),
     "enable_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
     "external_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
@@ -49,6 +53,7 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "heterogeneous_layers_config_path": (None, "use --num-layers"),
     "heterogeneous_layers_config_encoded_json": (None, "use --num-layers"),
     "group_query_attention": (False, "leave it unset: a key/value head per query head"),
+    "num_query_groups": (1, "leave it unset: a key/value head per query head"),
     "attention_dropout": (0.0, "leave it at 0: the attention kernels have no dropout"),
     "hidden_dropout": (0.0, "leave it at 0: the layers of a video DiT have no dropout"),
     "swiglu": (False, "use --dit-mlp"),
@@ -76,9 +81,26 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "log_validation_ppl_to_tensorboard": (False, "leave it unset: a diffusion loss has no perplexity"),
     "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
     "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
+    "ckpt_convert_format": (None, "use torch_dist, which reshards across layouts"),
+    "checkpoint_activations": (False, "use --recompute-granularity full"),
+    "lazy_mpu_init": (False, "leave it unset: a launcher starts the ranks"),
+    "enable_ft_package": (False, "leave it unset: restart the job, it goes on from its last checkpoint"),
+    "inprocess_restart": (False, "leave it unset: restart the job, it goes on from its last checkpoint"),
+    "perform_rl_step": (False, "leave it unset: this program pretrains"),
+    "phase_transition_iterations": (None, "leave it unset: the order of samples is the data set's own"),
+    "fake_process_group": (False, "use `dsv configs-check` to try a layout without its ranks"),
+    "adlr_autoresume": (False, "leave it unset: restart the job, it goes on from its last checkpoint"),
+    "openai_gelu": (False, "use --dit-mlp gelu-tanh"),
+    "qk_l2_norm": (False, "use --dit-qk-norm rms"),
+    "qk_clip": (False, "use --dit-qk-norm rms"),
+    "log_max_attention_logit": (False, "leave it unset: the attention kernels do not report it"),
+    "attention_output_gate": (False, "leave it unset"),
+    "use_mup": (False, "leave it unset"),
+    "apply_residual_connection_post_layernorm": (False, "leave it unset: the layers of a video DiT are pre-norm"),
+    "use_rotary_position_embeddings": (False, "use --dit-position rope"),
+    "use_rope_scaling": (False, "use --dit-position rope"),
+    "freeze_all_layers": (False, "leave it unset"),
 }
-
-_FLAG_NAMES = {"fp8": "fp8_format", "fp4": "fp4_format", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
 _FOREIGN_DATA = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -97,9 +119,11 @@ def validate(args: argparse.Namespace, *, check_files: bool = True) -> None:
     for cls in CONFIGS:
         from_args(cls, args).validate()
     _check_supported(args)
+    check_limits(args)
     _check_required(args)
     _check_model(args)
     _check_layout(args)
+    check_relations(args)
     _check_transformer_impl(args)
     if check_files:
         check_data_folder(args.latent_data)
@@ -120,7 +144,7 @@ def _check_supported(args: argparse.Namespace) -> None:
     for name, (supported, way_out) in _UNSUPPORTED.items():
         got = getattr(args, name, supported)
         if got != supported and got is not None and not (supported is None and got is False):
-            flag = flag_of(_FLAG_NAMES.get(name, name))
+            flag = megatron_flag(name)
             shown = "" if got is True else f" {' '.join(map(str, got)) if isinstance(got, list) else got}"
             raise NotImplementedError(f"{flag}{shown} is not supported; {way_out}")
     if args.optimizer not in ("adam", "sgd"):
@@ -152,9 +176,6 @@ def _check_required(args: argparse.Namespace) -> None:
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "micro_batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be an integer of at least 1, got {getattr(args, name)}")
     heads = args.num_attention_heads
     if args.kv_channels is None and args.hidden_size % heads:
         raise ValueError(f"--hidden-size must be a multiple of --num-attention-heads {heads}, got {args.hidden_size}")
@@ -171,16 +192,10 @@ def _check_model(args: argparse.Namespace) -> None:
 
 def _check_layout(args: argparse.Namespace) -> None:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be an integer of at least 1, got {getattr(args, name)}")
     for name in ("num_attention_heads", "hidden_size", "ffn_hidden_size"):
         value = getattr(args, name)
         if value is not None and value % tp:
             raise ValueError(f"--tensor-model-parallel-size must divide --{name.replace('_', '-')} {value}, got {tp}")
-    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    if args.num_layers % pp and not uneven:
-        raise ValueError(f"--pipeline-model-parallel-size must divide --num-layers {args.num_layers}, got {pp}")
     if args.world_size % (tp * pp):
         raise ValueError("--tensor-model-parallel-size x --pipeline-model-parallel-size must divide the number of "
                          f"ranks {args.world_size}, got {tp} x {pp}")

@@ -59,7 +59,7 @@ def test_a_given_sequence_length_needs_no_second_flag():
      "megatron-core refuses the arguments: --overlap-param-gather only supported with distributed optimizer"),
     (["--overlap-param-gather", "--use-distributed-optimizer"], 1,
      "megatron-core refuses the arguments: Must use --overlap-param-gather with --overlap-grad-reduce"),
-    (["--fp16", "--bf16"], 1, "megatron-core refuses the arguments: not args.bf16, got --bf16 True"),
+    (["--fp16", "--bf16"], 1, "--bf16 and --fp16 exclude each other, got both"),
     (["--micro-batch-size", "0"], 1, "--micro-batch-size must be an integer of at least 1, got 0"),
 ])
 def test_misuse_is_one_line_with_flag_allowed_and_got(flags, ranks, words):

@@ -1,0 +1,56 @@
+"""What a launch asks of the host it runs on: devices, and folders that it will write to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from megatron_dsv.config_fields import flag_of
+
+_WRITTEN = ("save", "tensorboard_dir", "wandb_save_dir")
+_ANYWHERE = ("auto", "reference", "sdpa")
+"""Attention backends that run without a GPU."""
+
+
+def check_host(args: argparse.Namespace) -> None:
+    """Check what only this host knows, before anything is built on it.
+
+    Raises:
+        ValueError, NotImplementedError: one line with the flag, what is allowed, what it got and the way out.
+    """
+    _check_devices(args)
+    for name in _WRITTEN:
+        folder = getattr(args, name, None)
+        if folder is not None:
+            _check_writable(name, folder)
+
+
+def _check_devices(args: argparse.Namespace) -> None:
+    if torch.cuda.is_available():
+        return
+    if args.distributed_backend == "nccl":
+        raise ValueError("--distributed-backend nccl needs CUDA, which this host does not have; use gloo")
+    if args.async_save:
+        raise NotImplementedError("--async-save needs CUDA, which this host does not have; drop it")
+    for name in ("dsv_sparse_backend", "dsv_dense_backend"):
+        backend = getattr(args, name)
+        # Triton's interpreter, for tests, runs its kernels on the CPU.
+        interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        if backend not in _ANYWHERE and not interpreted:
+            raise ValueError(f"{flag_of(name)} {backend} needs CUDA, which this host does not have; use auto")
+
+
+def _check_writable(name: str, folder: str) -> None:
+    path = Path(folder).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag_of(name)} must be a folder, got {folder}, which is a file; name another")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{flag_of(name)} must be a folder, got {folder}, whose parent {existing} is a file; name "
+                         "another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag_of(name)} must be a folder that this user may write, got {folder}; name another, or "
+                         f"change the rights of {existing}")

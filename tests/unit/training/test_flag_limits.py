@@ -1,0 +1,214 @@
+"""Values and combinations of Megatron's flags that would crash, hang or mislead a launch are refused at its start."""
+
+import argparse
+import copy
+import math
+
+import pytest
+
+from megatron_dsv.config import MASS_RULES, DSVConfig
+from megatron_dsv.sparsity.selection_rules import RULES
+from megatron_dsv.training import arguments, validation
+from megatron_dsv.training.flag_limits import LIMITS, megatron_flag
+from megatron_dsv.training.flag_relations import layers_per_stage
+from megatron_dsv.training.host_checks import check_host
+
+BASE = ["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-4",
+        "--latent-data", "x"]
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    """Parsed arguments as ``validate`` gets them."""
+    seen = []
+    check = arguments.validate
+    arguments.validate = lambda args, **kwargs: seen.append(copy.deepcopy(args)) or check(args, **kwargs)
+    try:
+        arguments.dry_parse(BASE, 4)
+    finally:
+        arguments.validate = check
+    return seen[0]
+
+
+@pytest.fixture
+def refused(parsed):
+    """refused(argument=value, ...) -> the message."""
+    def validate(**changes):
+        args = argparse.Namespace(**vars(parsed) | changes)
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            validation.validate(args, check_files=False)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+    return validate
+
+
+def test_every_limit_is_of_an_argument_and_its_default_passes(parsed):
+    unknown = [name for name in LIMITS if not hasattr(parsed, name)]
+    assert not unknown
+    validation.validate(argparse.Namespace(**vars(parsed)), check_files=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1])
+@pytest.mark.parametrize("name", LIMITS)
+def test_no_limit_lets_nan_or_a_negative_number_through(refused, name, value):
+    given = [value] if name in ("iterations_to_skip", "profile_ranks") else value
+    flag = megatron_flag(name)
+    assert refused(**{name: given}).startswith(f"{flag} must be {LIMITS[name].allowed}, got {value}")
+
+
+@pytest.mark.parametrize("name", [
+    "train_iters", "eval_interval", "log_interval", "tensorboard_log_interval", "seed", "ffn_hidden_size",
+    "kv_channels", "init_method_std", "adam_eps", "lr", "lr_decay_iters", "global_batch_size", "save_interval"])
+def test_zero_is_refused_where_it_divides_or_ends_everything(refused, name):
+    assert f"--{name.replace('_', '-')} must be " in refused(**{name: 0})
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("adam_beta1", 1.0), ("adam_beta2", 1.5), ("lr_warmup_fraction", 1.0), ("seed", 2**31), ("lr", math.inf)])
+def test_upper_ends(refused, name, value):
+    assert refused(**{name: value}).startswith(f"--{name.replace('_', '-')} must be ")
+
+
+def test_numbers_without_a_limit_must_be_finite(refused):
+    assert refused(decoupled_lr=math.nan) == "--decoupled-lr must be a finite number, got nan"
+
+
+@pytest.mark.parametrize(("pp", "first", "last", "words"), [
+    (2, 4, None, "--decoder-first-pipeline-num-layers 4 must leave each of the other 1 pipeline stages"),
+    (2, 5, None, "at least 1, got -1 left of --num-layers 4"),
+    (2, None, 4, "--decoder-last-pipeline-num-layers 4 must leave"),
+    (2, 3, 2, "must add up to --num-layers 4, as there is no stage between, got 5"),
+    (2, 1, 2, "must add up to --num-layers 4, as there is no stage between, got 3"),
+    (4, 2, 2, "must leave each of the other 2 pipeline stages the same number of layers, at least 1, got 0"),
+    (4, 2, None, "must leave each of the other 3 pipeline stages"),
+    (2, 0, None, "--decoder-first-pipeline-num-layers must be an integer of at least 1, got 0"),
+    (1, 2, None, "--decoder-first-pipeline-num-layers needs --pipeline-model-parallel-size above 1, got 1"),
+    (8, None, None, "--pipeline-model-parallel-size must divide --num-layers 4, got 8"),
+])
+def test_layers_must_fill_the_pipeline_stages(refused, pp, first, last, words):
+    assert words in refused(world_size=8, pipeline_model_parallel_size=pp, decoder_first_pipeline_num_layers=first,
+                            decoder_last_pipeline_num_layers=last)
+
+
+@pytest.mark.parametrize(("layers", "pp", "first", "last", "stages"), [
+    (4, 2, None, None, [2, 2]), (4, 2, 3, None, [3, 1]), (4, 2, None, 3, [1, 3]), (4, 2, 1, 3, [1, 3]),
+    (10, 4, 1, 3, [1, 3, 3, 3]), (10, 4, 1, None, [1, 3, 3, 3])])
+def test_layers_of_each_stage(layers, pp, first, last, stages):
+    assert layers_per_stage(argparse.Namespace(
+        num_layers=layers, pipeline_model_parallel_size=pp, decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last)) == stages
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"recompute_granularity": "full"}, "--recompute-granularity full needs --recompute-method, uniform or block"),
+    ({"recompute_granularity": "full", "recompute_method": "uniform"},
+     "--recompute-num-layers must be at most the 4 layers of a pipeline stage for --recompute-granularity full, "
+     "got none"),
+    ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3,
+      "pipeline_model_parallel_size": 2}, "must be at most the 2 layers of a pipeline stage"),
+    ({"recompute_num_layers": 1}, "--recompute-num-layers needs --recompute-granularity full, got no granularity"),
+    ({"recompute_method": "block", "recompute_granularity": "selective"},
+     "--recompute-method needs --recompute-granularity full, got selective"),
+    ({"train_samples": 4}, "--train-samples must be left out beside --train-iters 10, got 4"),
+    ({"train_iters": None, "train_samples": 4, "lr_warmup_iters": 2},
+     "--lr-warmup-iters must be left out beside --train-samples, got 2; use --lr-warmup-samples"),
+    ({"lr_decay_samples": 5}, "--lr-decay-samples must be left out beside --train-iters, got 5"),
+    ({"lr_warmup_iters": 10}, "--lr-warmup-iters must be below --train-iters 10, got 10"),
+    ({"lr_warmup_iters": 5, "lr_decay_iters": 5, "lr_decay_style": "cosine"},
+     "--lr-warmup-iters must be below --lr-decay-iters 5, got 5"),
+    ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, "--lr-warmup-fraction must be left out beside"),
+    ({"lr_warmup_init": 1.0}, "--lr-warmup-init must be at most --lr 0.0001, got 1.0"),
+    ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters of at most --train-iters 10"),
+    ({"start_weight_decay": 0.1}, "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
+    ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+     "--weight-decay-incr-style linear needs --start-weight-decay and a --end-weight-decay that is not below it"),
+    ({"latent_valid_samples": 0}, "--latent-valid-samples must be at least 1 to evaluate (--eval-iters 100), got 0; "
+     "switch evaluation off with --eval-iters 0"),
+    ({"wandb_project": "p"}, "--wandb-project needs --wandb-exp-name"),
+    ({"wandb_project": "p", "wandb_exp_name": "e"}, "--wandb-project needs --wandb-save-dir or --save"),
+    ({"wandb_exp_name": "e"}, "--wandb-exp-name needs --wandb-project, got none"),
+    ({"num_query_groups": 3}, "--num-query-groups 3 is not supported"),
+    ({"lazy_mpu_init": True}, "--lazy-mpu-init is not supported; "),
+    ({"enable_ft_package": True}, "--enable-ft-package is not supported; "),
+    ({"checkpoint_activations": True}, "--checkpoint-activations is not supported; use --recompute-granularity full"),
+    ({"use_rotary_position_embeddings": True}, "is not supported; use --dit-position rope"),
+    *[({"dsv_sparse_stage": stage, "dsv_selection_rule": rule, "dsv_score_reduction": "max"},
+       f"--dsv-selection-rule {rule} sums scores, so it needs --dsv-score-reduction mass or lse, got max; ")
+      for stage in ("dense", "auto", "sparse") for rule in MASS_RULES],
+])
+def test_combinations(refused, changes, words):
+    assert words in refused(**changes)
+
+
+def test_wandb_must_be_installed(refused, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refused(wandb_project="p", wandb_exp_name="e", save="runs/x", save_interval=1).startswith(
+        "--wandb-project needs wandb, which is not installed")
+
+
+def test_evaluation_alone_needs_no_schedule(parsed):
+    validation.validate(argparse.Namespace(**vars(parsed) | {"skip_train": True, "train_iters": None,
+                                                             "lr_warmup_iters": 5}), check_files=False)
+
+
+def test_the_configuration_knows_which_rules_sum_scores():
+    assert set(MASS_RULES) == {name for name, rule in RULES.items() if rule.uses_mass}
+    for rule in MASS_RULES:
+        DSVConfig(dsv_selection_rule=rule, dsv_score_reduction="lse").validate()
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs CUDA, which this host does not have; use gloo"),
+    ({"async_save": True}, "--async-save needs CUDA, which this host does not have; drop it"),
+    ({"dsv_sparse_backend": "triton"}, "--dsv-sparse-backend triton needs CUDA, which this host does not have; use "),
+])
+def test_what_needs_a_gpu_is_refused_without_one(parsed, changes, words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    plain = vars(parsed) | {"distributed_backend": "gloo"}
+    check_host(argparse.Namespace(**plain))
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        check_host(argparse.Namespace(**plain | changes))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_host(argparse.Namespace(**plain | changes))
+
+
+def test_triton_runs_on_a_cpu_under_its_interpreter(parsed, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_host(argparse.Namespace(**vars(parsed) | {"distributed_backend": "gloo", "dsv_sparse_backend": "triton"}))
+
+
+@pytest.mark.parametrize("name", ["save", "tensorboard_dir"])
+def test_output_folders_must_be_writable_folders(parsed, name, tmp_path, monkeypatch):
+    def check(folder):
+        check_host(argparse.Namespace(**vars(parsed) | {"distributed_backend": "gloo", name: str(folder)}))
+
+    flag = "--" + name.replace("_", "-")
+    file = tmp_path / "file"
+    file.write_text("")
+    check(tmp_path / "new" / "deeper")
+    with pytest.raises(ValueError, match=f"{flag} must be a folder, got .*file, which is a file"):
+        check(file)
+    with pytest.raises(ValueError, match=f"{flag} must be a folder, got .*, whose parent .*file is a file"):
+        check(file / "below")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=f"{flag} must be a folder that this user may write"):
+        check(tmp_path / "new")
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ([""], "an argument is empty, got ''"),
+    (["--save", ""], "--save must not be empty, got ''; leave the flag out"),
+    (["--save="], "--save must not be empty, got ''"),
+    (["--no-position-embedding"], "megatron-core refuses the arguments: --no-position-embedding is deprecated"),
+    # Megatron refuses this one in the configuration of the model, which a launch builds once its ranks have met.
+    (["--softmax-type", "learnable"], "--softmax-type learnable is not supported"),
+    (["--log-memory-interval", "3", "--log-interval", "2"], "megatron-core refuses the arguments: "
+     "args.log_memory_interval % args.log_interval == 0, got --log-memory-interval 3, --log-interval 2"),
+])
+def test_through_the_parser(flags, words):
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        arguments.dry_parse([*BASE, *flags], 1)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
