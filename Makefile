@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 # One thread per process: tests and demo run several ranks on few cores.
+# Test processes side by side; a test may start up to four ranks of its own.
+WORKERS ?= 2
 RUN := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 
 .PHONY: help install demo test test-all lint type configs-check doctor
@@ -30,10 +32,10 @@ demo: $(STAMP)
 
 # A GPU is hidden, so that the tests are the same ones everywhere.
 test: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -m "not gpu and not multigpu and not slow"
+	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not multigpu and not slow"
 
 test-all: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -m "not gpu and not multigpu"
+	CUDA_VISIBLE_DEVICES= $(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not multigpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -40,15 +40,21 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run(data: Path, flags: str, ranks: int, steps: int) -> list[float]:
-    """Losses of a launch, at the printed precision."""
+def _launch(data: Path, flags: str, ranks: int, steps: int) -> str:
+    """What a launch printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
                str(_free_port()), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
                "--train-iters", str(steps), *flags.split()]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    return [float(loss) for _, loss in sorted((int(number), loss) for number, loss in LOSS.findall(done.stdout))]
+    return done.stdout
+
+
+def _run(data: Path, flags: str, ranks: int, steps: int) -> list[float]:
+    """Losses of a launch, at the printed precision."""
+    found = LOSS.findall(_launch(data, flags, ranks, steps))
+    return [float(loss) for _, loss in sorted((int(number), loss) for number, loss in found)]
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +92,23 @@ def test_async_save_and_resume_on_one_gpu(data, tmp_path):
     resumed = _run(data, flags, 1, 6)
     assert len(first) == len(resumed) == 3
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+@pytest.mark.gpu
+@needs_one
+def test_recomputation_attends_what_the_forward_attended(data, start):
+    folders, expected = start
+    for recompute in ("--recompute-granularity selective --recompute-modules core_attn mlp",
+                      "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"):
+        losses = _run(data, f"{SPARSE} {recompute} --load {folders['']}", 1, 4)
+        assert losses == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.gpu
+@needs_one
+def test_auto_moves_layers_to_sparse(data):
+    printed = _launch(data, "--dsv-sparse-stage auto --dsv-keep-ratio 0.5 --dsv-gate-recall 0.01 "
+                            "--dsv-rollback-recall 0.005", 1, 8)
+    layers = re.findall(r"layer +(\d+)  (\w+) +sparsity", printed)
+    assert (layers[0][1], layers[-1][1]) == ("dense", "sparse")
+    assert len(LOSS.findall(printed)) == 8
