@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_compiled_function_equals_fp64(name, dtype, device="cuda"):
+def test_compiled_function_equals_fp64(name, dtype):
     function, exact, shapes = CASES[name]
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -55,5 +55,5 @@ def test_compiled_function_equals_fp64(name, dtype, device="cuda"):
         assert out.dtype == grad.dtype == precision
         return out.double().cpu(), grad.double().cpu()
 
-    for ours, theirs in zip(run(function, device, dtype), run(exact, "cpu", torch.float64), strict=True):
+    for ours, theirs in zip(run(function, "cuda", dtype), run(exact, "cpu", torch.float64), strict=True):
         assert (ours - theirs).norm() / theirs.norm() < (3e-3 if dtype == torch.bfloat16 else 3e-6)
