@@ -19,6 +19,8 @@ import yaml
 from megatron_dsv import presets
 
 RESERVED = ("include", "gpus")
+_MAX_DEPTH = 20
+_SHOWN = 200
 
 
 @dataclass
@@ -45,8 +47,11 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ValueError(f"a key must be text, the name of a flag, got {_short(key)} (line {line})")
             if key in seen:
-                raise ValueError(f"key {key!r} is given twice (line {key_node.start_mark.line + 1})")
+                raise ValueError(f"key {key!r} is given twice (line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -155,8 +160,15 @@ def _read(path: Path, parser: argparse.ArgumentParser, settings: dict[str, tuple
     if path in parents:
         chain = " -> ".join(entry.name for entry in (*parents[parents.index(path):], path))
         raise ValueError(f"{path.name}: include makes a cycle: {chain}")
+    if len(parents) > _MAX_DEPTH:
+        raise ValueError(f"{path.name}: files must include each other at most {_MAX_DEPTH} deep, got more, from "
+                         f"{parents[0].name} on")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ValueError(f"{path.name}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path.name}: lists and mappings must be at most {_MAX_DEPTH} deep, got more") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path.name}: not valid YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
@@ -164,17 +176,21 @@ def _read(path: Path, parser: argparse.ArgumentParser, settings: dict[str, tuple
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: must be a mapping of flag names to values, got {type(content).__name__}")
-    include = content.pop("include", [])
-    for reference in [include] if isinstance(include, str) else include or []:
-        _read(_resolve(str(reference), path.parent, f"{path.name}: include"), parser, settings, expansion,
+    include = content.pop("include", None) or []
+    references = include if isinstance(include, list) else [include]
+    for reference in references:
+        if not isinstance(reference, str):
+            raise ValueError(f"{path.name}: include must be a file or preset, or a list of them, got "
+                             f"{_short(reference)}")
+        _read(_resolve(reference, path.parent, f"{path.name}: include"), parser, settings, expansion,
               (*parents, path))
     gpus = content.pop("gpus", None)
     if gpus is not None:
         if type(gpus) is not int or gpus < 1:
-            raise ValueError(f"{path.name}: gpus must be an integer of at least 1, got {gpus!r}")
+            raise ValueError(f"{path.name}: gpus must be an integer of at least 1, got {_short(gpus)}")
         expansion.gpus = gpus
     for key, value in content.items():
-        dest, tokens = _tokens(str(key), value, parser, path.name)
+        dest, tokens = _tokens(key, value, parser, path.name)
         # Popped first, so that the merged order is the order of the deciding files.
         settings.pop(dest, None)
         if tokens:
@@ -197,20 +213,37 @@ def _tokens(key: str, value: Any, parser: argparse.ArgumentParser, file: str) ->
         return action.dest, []
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"{file}: {key} must be true or false, got {value!r}")
+            raise ValueError(f"{file}: {key} must be true or false, got {_short(value)}")
         return action.dest, [option if value else opposite(option)]
     if isinstance(value, bool | dict):
-        raise ValueError(f"{file}: {key} takes a value, got {value!r}; quote it if it is text")
+        raise ValueError(f"{file}: {key} takes a value, got {_short(value)}; quote it if it is text")
     if isinstance(value, list):
         if action.nargs is None:
-            raise ValueError(f"{file}: {key} takes one value, got a list: {value!r}")
-        return action.dest, [option, *(str(entry) for entry in _flatten(value))]
+            raise ValueError(f"{file}: {key} takes one value, got a list: {_short(value)}")
+        entries = [str(entry) for entry in _flatten(value, f"{file}: {key}")]
+        flag = next((entry for entry in entries if entry.split("=", 1)[0] in options), None)
+        if flag is not None:
+            raise ValueError(f"{file}: {key} takes values, got the flag {flag} among them; give it a key of its own")
+        return action.dest, [option, *entries]
     # One token, so that a value may begin with a dash.
     return action.dest, [f"{option}={value}"]
 
 
-def _flatten(value: list[Any]) -> list[Any]:
-    return [leaf for entry in value for leaf in (_flatten(entry) if isinstance(entry, list) else [entry])]
+def _flatten(value: list[Any], where: str, depth: int = 1) -> list[Any]:
+    # An alias may put a list into itself.
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where} must be a list at most {_MAX_DEPTH} deep, got more")
+    leaves: list[Any] = []
+    for entry in value:
+        if isinstance(entry, dict | set | bytes) or entry is None:
+            raise ValueError(f"{where} must be a list of values, got {_short(entry)} in it")
+        leaves += _flatten(entry, where, depth + 1) if isinstance(entry, list) else [entry]
+    return leaves
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _plain(text: str) -> Any:

@@ -33,5 +33,5 @@ def path(name: str) -> Path:
     if matches:
         raise ValueError(f"preset {name!r} is ambiguous: {', '.join(matches)}; write the group too")
     close = difflib.get_close_matches(name, [*known, *(entry.split("/", 1)[1] for entry in known)], n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"no preset {name!r}{hint} Presets: {', '.join(known)}; a file needs its .yaml ending")
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(f"no preset {name!r}; {hint}presets: {', '.join(known)}; a file needs its .yaml ending")

@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per file; 1 if any is refused."""
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks must be an integer of at least 1, got {args.ranks}; leave it out to take the `gpus` "
+                         "of each file")
     warnings.simplefilter("ignore")
     failures = 0
     for name in args.names or presets.names():

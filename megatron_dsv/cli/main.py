@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dsv <command> ...``; a module gives ``add_arguments(parser)`` and ``run(args) -> exit status``.
 
     Returns:
-        The exit status: that of the command, or 2 for misuse, which is one line on stderr.
+        The exit status: that of the command, 2 for misuse, or 1 where the system refuses a file; either is one line
+        on stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="dsv", description="Megatron-DSV: dynamic sparse attention for video DiTs.")
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"dsv {args.command}: error: {error.strerror or error}{place}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -140,8 +140,13 @@ def _device(text: str) -> str:
         device = torch.device(text)
     except RuntimeError as error:
         raise ValueError(f"--device must be a torch device such as cpu or cuda, got {text}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {text}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device must be cpu where there is no CUDA, got {text}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device must be one of the {torch.cuda.device_count()} CUDA devices, from cuda:0, got "
+                         f"{text}")
     return text
 
 

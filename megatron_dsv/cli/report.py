@@ -7,6 +7,7 @@ import csv
 import math
 from pathlib import Path
 
+from megatron_dsv.cli.output_file import check_output_file
 from megatron_dsv.metrics import METRICS
 
 Series = dict[str, list[tuple[int, float]]]
@@ -24,10 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; write what else was asked for."""
-    series = {name: points for name, points in read(args.folder).items()
+    for flag, file in (("--csv", args.csv), ("--plot", args.plot)):
+        if file is not None:
+            check_output_file(flag, file)
+    everything = read(args.folder)
+    series = {name: points for name, points in everything.items()
               if args.match in name and (args.layers or "/layer_" not in name)}
     if not series:
-        raise ValueError(f"no metric matches --match {args.match!r} in {args.folder}")
+        layers = "" if args.layers else " (metrics of single layers are listed with --layers)"
+        raise ValueError(f"--match must be a part of one of the {len(everything)} metrics in {args.folder}, such as "
+                         f"{next(iter(everything))}, got {args.match!r}{layers}")
     print(table(series))
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
@@ -45,7 +52,7 @@ def read(folder: str) -> Series:
     """Every scalar of the event files below ``folder``; where launches overlap, the later launch's value counts.
 
     Raises:
-        ValueError: no such folder, or no event file in it.
+        ValueError: no such folder, no event file in it, or none that holds a scalar.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"the folder must be one that --tensorboard-dir named, got {folder}, which does not exist")
@@ -66,6 +73,9 @@ def read(folder: str) -> Series:
                 value = tensor_util.make_ndarray(event.tensor_proto)
                 if value.ndim == 0 and value.dtype.kind == "f":
                     merged.setdefault(name, {})[event.step] = float(value)
+    if not merged:
+        raise ValueError(f"the folder must hold scalars in its event files, got {folder}, whose {len(files)} event "
+                         "files have none yet; a run writes the first after --log-interval steps")
     return {name: sorted(points.items()) for name, points in sorted(merged.items())}
 
 

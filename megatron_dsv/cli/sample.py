@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
+
+from megatron_dsv.cli.output_file import check_output_file
+
+_LIMITS = (
+    *((name, "an integer of at least 1", lambda value: value >= 1) for name in ("frames", "height", "width", "steps")),
+    ("seed", "an integer of at least 0 and below 2**63", lambda value: 0 <= value < 2**63),
+    # Comparisons with NaN are false, and infinity is below no bound.
+    ("guidance", "a number of at least 0", lambda value: 0 <= value < float("inf")),
+    ("shift", "a number above 0", lambda value: 0 < value < float("inf")),
+    ("keep_ratio", "a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    ("fps", "a number of at least 0.01 and at most 1000", lambda value: 0.01 <= value <= 1000),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,17 +66,19 @@ def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what can be seen before anything is built."""
     if not Path(args.checkpoint).is_dir():
         raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {args.checkpoint}, which is none")
-    for name, least in (("steps", 1), ("guidance", 0), ("fps", 0)):
-        if getattr(args, name) < least or (least == 0 and name == "fps" and args.fps == 0):
-            raise ValueError(f"--{name} must be {'at least 1' if least else 'above 0'}, got {getattr(args, name)}")
-    if args.shift is not None and not args.shift > 0:
-        raise ValueError(f"--shift must be above 0, got {args.shift}")
+    for name, allowed, holds in _LIMITS:
+        value = getattr(args, name)
+        if value is not None and not holds(value):
+            raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
     sizes = [args.frames, args.height, args.width]
     if any(size is not None for size in sizes) and None in sizes:
         raise ValueError("--frames, --height and --width must be given together, got only some of them")
     if args.keep_ratio is not None and args.attention != "sparse":
         raise ValueError(f"--keep-ratio needs --attention sparse, got --attention {args.attention}")
+    for name in ("codec_folder", "text_folder"):
+        folder = getattr(args, name)
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"--{name.replace('_', '-')} must be a folder, got {folder}, which is none")
     if Path(args.output).suffix.lower() != ".mp4":
         raise ValueError(f"--output must end in .mp4, got {args.output}")
-    if not os.access(Path(args.output).resolve().parent, os.W_OK):
-        raise ValueError(f"--output must lie in a folder that can be written, got {args.output}")
+    check_output_file("--output", args.output)

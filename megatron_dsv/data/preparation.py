@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -80,10 +82,12 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
     """
     settings = _settings(options, codec, text_encoder)
     captions = Captions(options.input, options.captions)
-    options.output.mkdir(parents=True, exist_ok=True)
+    if options.output.is_dir():
+        _refuse_foreign(options.output)
+    sources, ignored = scan(options.input, options.output)
+    _make_folder(options.output)
     with _locked(options.output):
         _open_output(options.output, settings, text_encoder)
-        sources, ignored = scan(options.input, options.output)
         report = PreparationReport(videos=len(sources), ignored_files=ignored)
         report.unused_caption_rows = captions.rows_without({source_name(options.input, path) for path in sources})
         plan = plan_sources(options.input, options.output, sources, captions)
@@ -116,11 +120,14 @@ def _settings(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEnco
                          f"got {options.latent_dtype}")
     for flag, value in (("--fps", options.fps), ("--stride", options.stride),
                         ("--clips-per-video", options.clips_per_video)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{flag} must be above 0, got {value}")
     if options.workers < 0:
         raise ValueError(f"--workers must be at least 0, got {options.workers}")
     for bucket in options.buckets:
+        for flag, size in (("--frames", bucket.frames), ("--height", bucket.height), ("--width", bucket.width)):
+            if size < 1:
+                raise ValueError(f"{flag} must be at least 1, got {size}")
         try:
             codec.latent_shape(bucket.frames, bucket.height, bucket.width)
         except ValueError as error:
@@ -144,6 +151,25 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def _make_folder(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output must be a folder that can be made and written, got {root} ({error.strerror})"
+                         ) from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ValueError(f"--output must be a folder that this user may write, got {root}")
+
+
+def _refuse_foreign(root: Path) -> None:
+    if (root / dataset_folder.DATASET_FILE).exists():
+        return
+    foreign = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    if foreign and foreign != [dataset_folder.NULL_TEXT_FILE]:
+        raise ValueError(f"--output must be an empty or new folder, or a data set, got {root}, which holds "
+                         f"{foreign[0]}")
+
+
 def _open_output(root: Path, settings: dict[str, Any], text_encoder: TextEncoder) -> None:
     """Starts a data set, or checks that the one there has the same settings; clears what a stopped run left."""
     if (root / dataset_folder.DATASET_FILE).exists():
@@ -156,10 +182,7 @@ def _open_output(root: Path, settings: dict[str, Any], text_encoder: TextEncoder
                              f"({json.dumps(before.get(name))}), got {json.dumps(now[name])}; "
                              "for other settings use another --output")
     else:
-        foreign = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
-        if foreign and foreign != [dataset_folder.NULL_TEXT_FILE]:
-            raise ValueError(f"--output must be an empty or new folder, or a data set, got {root}, which holds "
-                             f"{foreign[0]}")
+        _refuse_foreign(root)
         dataset_folder.write_null_text(root, text_encoder.encode([""])[0])
         dataset_folder.write_json(root / dataset_folder.DATASET_FILE, {
             "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION, "settings": settings})

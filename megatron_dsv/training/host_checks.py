@@ -24,7 +24,7 @@ def check_host(args: argparse.Namespace) -> None:
     _check_devices(args)
     for name in _WRITTEN:
         folder = getattr(args, name, None)
-        if folder is not None:
+        if folder is not None and "://" not in folder:
             _check_writable(name, folder)
 
 

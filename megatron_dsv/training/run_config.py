@@ -16,6 +16,12 @@ import yaml
 
 import megatron_dsv
 
+_PATHS = frozenset({"save", "load", "latent-data", "pretrained-checkpoint", "tensorboard-dir", "wandb-save-dir",
+                    "non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-dir", "memory-snapshot-path",
+                    "flight-recorder-dump-path", "config-logger-dir", "nccl-communicator-config-path",
+                    "ckpt-convert-save", "te-precision-config-file", "dump-param-to-param-group-map"})
+"""Settings that name a file or a folder, relative to where the run was launched."""
+
 
 def install(args: argparse.Namespace) -> None:
     """Makes Megatron's ``pretrain()`` write the run's configuration once the model is built and loaded.
@@ -38,7 +44,8 @@ def install(args: argparse.Namespace) -> None:
 def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Path | None:
     """Write ``config.yaml``, ``resolved.yaml`` and a line of ``launches.txt``; rank 0 only.
 
-    ``config.yaml`` is the merged result of files and flags and repeats the run with ``--config config.yaml``;
+    ``config.yaml`` is the merged result of files and flags, with absolute paths, and repeats the run from any folder
+    with ``--config config.yaml``;
     ``resolved.yaml`` is every argument after validation; ``launches.txt`` gains a line per launch.
 
     Args:
@@ -57,13 +64,19 @@ def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Pat
     versions |= {name: importlib.metadata.version(name) for name in ("megatron-core", "torch")}
     header = (f"# {', '.join(f'{name} {version}' for name, version in versions.items())}; {args.world_size} ranks\n"
               f"# {shlex.join(args.launch_argv)}\n")
-    _replace(target / "config.yaml", header + yaml.safe_dump(args.launch_settings, sort_keys=False, width=120))
+    settings = _with_absolute_paths(args.launch_settings)
+    _replace(target / "config.yaml", header + yaml.safe_dump(settings, sort_keys=False, width=120))
     resolved = {name: _plain(value) for name, value in sorted(vars(args).items()) if not name.startswith("_")}
     _replace(target / "resolved.yaml", yaml.safe_dump(resolved, width=120))
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with (target / "launches.txt").open("a", encoding="utf-8") as log:
         log.write(f"{stamp} ranks={args.world_size} {shlex.join(args.launch_argv)}\n")
     return target / "config.yaml"
+
+
+def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: os.path.abspath(str(value)) if key in _PATHS and "://" not in str(value) else value
+            for key, value in settings.items()}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -72,7 +72,11 @@ def checkpoint_folders(given: Path) -> tuple[Path, Path]:
         if not tracker.is_file():
             raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {given}, which has no "
                              "latest_checkpointed_iteration.txt")
-        run, weights = given, given / f"iter_{int(tracker.read_text()):07d}"
+        last = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not (last.isascii() and last.isdecimal()):
+            raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {given}, whose {tracker.name} must "
+                             f"hold a step, got {last[:40]!r}; name one of its iter_* folders")
+        run, weights = given, given / f"iter_{int(last):07d}"
     for needed in (run / "config.yaml", weights / ".metadata"):
         if not needed.is_file():
             raise ValueError(f"CHECKPOINT must be a folder that a run saved to, got {given}: {needed} is missing")

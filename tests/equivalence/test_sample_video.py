@@ -131,8 +131,8 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
     "keep-ratio": ("--keep-ratio 0.5", None, "--keep-ratio needs --attention sparse"),
     "keep-ratio-range": ("--attention sparse --keep-ratio 1.5", None, "keep-ratio must be"),
     "data": ("--latent-data /nowhere", None, "--latent-data must be a folder written by `dsv prepare`"),
-    "steps": ("--steps 0", None, "--steps must be at least 1"),
-    "shift": ("--shift 0", None, "--shift must be above 0"),
+    "steps": ("--steps 0", None, "--steps must be an integer of at least 1"),
+    "shift": ("--shift 0", None, "--shift must be a number above 0"),
 }
 
 

@@ -26,3 +26,8 @@ def test_the_number_of_ranks_must_be_known(tmp_path, capsys):
     path.write_text("include: model/debug\nmicro-batch-size: 1\ntrain-iters: 1\nlr: 0.1\n")
     assert main(["configs-check", str(path)]) == 1
     assert "a `gpus` key is required" in capsys.readouterr().err
+
+
+def test_ranks_must_be_a_number_of_ranks(capsys):
+    assert main(["configs-check", "experiments/demo", "--ranks", "0"]) == 2
+    assert "--ranks must be an integer of at least 1, got 0; leave it out" in capsys.readouterr().err

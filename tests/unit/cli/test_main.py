@@ -68,3 +68,14 @@ def test_the_pin_is_read_from_the_metadata():
     assert doctor.pinned("megatron-core") == "==0.19.2"
     assert doctor.pinned("torch").startswith("<2.15")
     assert doctor.pinned("no-such-package") == ""
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
+    from megatron_dsv.cli import report
+
+    def fail(folder):
+        raise OSError(28, "No space left on device", "/full/file")
+
+    monkeypatch.setattr(report, "read", fail)
+    assert main(["report", "folder"]) == 1
+    assert capsys.readouterr().err == "dsv report: error: No space left on device (/full/file)\n"

@@ -49,4 +49,26 @@ def test_misuse(run_folder, tmp_path, capsys):
     assert main(["report", str(tmp_path / "empty")]) == 2
     assert "must hold TensorBoard event files" in capsys.readouterr().err
     assert main(["report", str(run_folder), "--match", "nothing"]) == 2
-    assert "no metric matches --match 'nothing'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--match must be a part of one of the 3 metrics in " in error
+    assert "such as dsv/layer_003/recall, got 'nothing' (metrics of single layers are listed with --layers)" in error
+
+
+def test_a_run_that_has_written_nothing_yet(tmp_path, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "run") as writer:
+        writer.add_text("flags", "none")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "the folder must hold scalars in its event files, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--plot"])
+def test_output_files_are_checked_before_anything_is_read(run_folder, tmp_path, capsys, flag):
+    for file, words in ((tmp_path / "none" / "a.png", f"{flag} must lie in a folder that exists, got "),
+                        (tmp_path, f"{flag} must be a file, got {tmp_path}, which is a folder")):
+        assert main(["report", str(run_folder), flag, str(file)]) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err
+        assert captured.err.count("\n") == 1
+        assert not captured.out

@@ -87,7 +87,22 @@ def test_a_cycle_is_named(parser, write):
     ("config: other.yaml\n", "a.yaml: 'config' belongs on the command line"),
     ("gpus: many\n", "a.yaml: gpus must be an integer of at least 1, got 'many'"),
     ("include: gone.yaml\n", "a.yaml: include: no such file"),
-    ("include: model/gone\n", "a.yaml: include: no preset 'model/gone'"),
+    ("include: model/gone\n", "a.yaml: include: no preset 'model/gone'; "),
+    ("include: 5\n", "a.yaml: include must be a file or preset, or a list of them, got 5"),
+    ("include: [a: b]\n", "a.yaml: include must be a file or preset, or a list of them, got {'a': 'b'}"),
+    ("include: true\n", "a.yaml: include must be a file or preset, or a list of them, got True"),
+    ("? [a, b]\n: 3\n", "a.yaml: a key must be text, the name of a flag, got ['a', 'b'] (line 1)"),
+    ("? {a: b}\n: 3\n", "a.yaml: a key must be text, the name of a flag, got {'a': 'b'} (line 1)"),
+    ("size: 1\non: 3\n", "a.yaml: a key must be text, the name of a flag, got True (line 2)"),
+    ("1: 3\n", "a.yaml: a key must be text, the name of a flag, got 1 (line 1)"),
+    ("size: {a: 3}\n", "a.yaml: size takes a value, got {'a': 3}"),
+    ("many: &x [*x]\n", "a.yaml: many must be a list at most 20 deep, got more"),
+    ("many: [1, {a: 3}]\n", "a.yaml: many must be a list of values, got {'a': 3} in it"),
+    ("many: [1, null]\n", "a.yaml: many must be a list of values, got None in it"),
+    ("many: [1, --size, 3]\n", "a.yaml: many takes values, got the flag --size among them"),
+    (f"many: {'[' * 3000}\n", "a.yaml: lists and mappings must be at most 20 deep, got more"),
+    ("size: !!python/object:os.system {}\n", "a.yaml: not valid YAML"),
+    ("size: '\\0'\n\0", "a.yaml: not valid YAML"),
 ])
 def test_mistakes_name_the_file(parser, write, text, words):
     with pytest.raises(ValueError, match=r"a\.yaml") as caught:
@@ -96,13 +111,37 @@ def test_mistakes_name_the_file(parser, write, text, words):
     assert "\n" not in str(caught.value)
 
 
+def test_includes_have_a_depth(parser, write):
+    for number in range(25):
+        write(f"{number}.yaml", f"include: {number + 1}.yaml\n")
+    write("25.yaml", "size: 3\n")
+    with pytest.raises(ValueError, match=r"21\.yaml: files must include each other at most 20 deep, got more, from 0"):
+        expand(["--config", write("0.yaml", "include: 1.yaml\n")], parser)
+    assert parse(parser, ["--config", write("9.yaml", "include: 10.yaml\n")]).size == 3
+
+
+def test_files_that_cannot_be_read(parser, write, tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").write_bytes(b"size: \xff\n")
+    with pytest.raises(ValueError, match=r"a\.yaml: 'utf-8' codec can't decode"):
+        expand(["--config", str(tmp_path / "a.yaml")], parser)
+
+    def refuse(self, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(ValueError, match=r"a\.yaml: cannot be read: Permission denied"):
+        expand(["--config", str(tmp_path / "a.yaml")], parser)
+
+
 def test_mistakes_on_the_command_line(parser):
     with pytest.raises(ValueError, match=r"--config: no such file .*gone\.yaml"):
         expand(["--config", "gone.yaml"], parser)
     with pytest.raises(ValueError, match="--config needs at least one YAML file or preset name, got none"):
         expand(["--config", "--size", "3"], parser)
-    with pytest.raises(ValueError, match=r"no preset 'wan2.1-13b'; did you mean .*wan2.1-1.*Presets: .*model/debug"):
+    with pytest.raises(ValueError, match=r"no preset 'wan2.1-13b'; did you mean wan2.1-1.*\? presets: .*model/debug"):
         expand(["--config", "wan2.1-13b"], parser)
+    with pytest.raises(ValueError, match=r"no preset 'qqq'; presets: .*model/debug.*; a file needs its \.yaml ending"):
+        expand(["--config", "qqq"], parser)
 
 
 def test_an_empty_file_says_nothing(parser, write):

@@ -292,6 +292,17 @@ def test_other_settings_need_another_output(small_videos: Path, tmp_path: Path, 
     (["--input", "{in}", "--output", "{tmp}/o", "--bucket", "8x8x4"],
      r"--frames must be 4k\+1 for codec haar, got 4; the nearest smaller one is 1 \(clips of 8x8x4\)"),
     (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--fps", "0"], "--fps must be above 0, got 0"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--fps", "nan"], "--fps must be above 0, got nan"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--fps", "inf"], "--fps must be above 0, got inf"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--stride", "-1"], "--stride must be above 0, got -1"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--frames", "0"], "--frames must be at least 1, got 0"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--height", "-8"], "--height must be at least 1, got -8"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--width", "0"], "--width must be at least 1, got 0"),
+    (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--device", "meta"], "--device must be cpu or cuda, got meta"),
+    (["--input", "{in}", "--output", "{in}/clip_0.mp4", *SHAPE],
+     r"--output must be a folder that can be made and written, got .*clip_0\.mp4 \(File exists\)"),
+    (["--input", "{in}", "--output", "{in}/clip_0.mp4/o", *SHAPE],
+     r"--output must be a folder that can be made and written, got .* \(Not a directory\)"),
     (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--clips-per-video", "some"],
      "--clips-per-video must be a positive number or all, got some"),
     (["--input", "{in}", "--output", "{tmp}/o", *SHAPE, "--workers", "-1"], "--workers must be at least 0, got -1"),
@@ -309,6 +320,8 @@ def test_misuse_is_one_line_that_names_the_flag(small_videos: Path, tmp_path: Pa
     lines = [line for line in capsys.readouterr().err.splitlines() if "video/s" not in line and line]
     assert len(lines) == 1
     assert re.search(f"^dsv prepare: error: {message}", lines[0]), lines[0]
+    # Nothing is started before everything is checked.
+    assert not (empty / "o").exists()
 
 
 def test_one_writer_at_a_time_and_nothing_prepared(small_videos: Path, tmp_path: Path,

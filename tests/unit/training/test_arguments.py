@@ -190,7 +190,8 @@ def test_dry_parse_leaves_no_trace(monkeypatch):
 
 
 def test_the_run_folder_gets_a_config_that_repeats_the_run(tmp_path):
-    args = dry("--config", "dsv/auto", "--dsv-keep-ratio", "0.25", "--flow-shift", "3", "--no-dsv-keep-own-block")
+    args = dry("--config", "dsv/auto", "--dsv-keep-ratio", "0.25", "--flow-shift", "3", "--no-dsv-keep-own-block",
+               "--latent-data", str(tmp_path / "data"))
     assert write_run_config(args) is None
     path = write_run_config(args, str(tmp_path / "run"))
     again = arguments.dry_parse(["--config", str(path)], 1)
@@ -205,3 +206,18 @@ def test_the_run_folder_gets_a_config_that_repeats_the_run(tmp_path):
     args.rank = 1
     assert write_run_config(args, str(tmp_path / "other")) is None
     assert not (tmp_path / "other").exists()
+
+
+def test_the_written_config_holds_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "launch").mkdir()
+    monkeypatch.chdir(tmp_path / "launch")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("latent-data: ../data\n")
+    args = arguments.dry_parse([*BASE[:-2], "--config", str(mine), "--save", "runs/x", "--save-interval", "1",
+                                "--tensorboard-dir", "msc://logs/x"], 1)
+    path = write_run_config(args, str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    again = arguments.dry_parse(["--config", str(path)], 1)
+    assert again.latent_data == str(tmp_path / "data")
+    assert again.save == str(tmp_path / "launch" / "runs" / "x")
+    assert again.tensorboard_dir == "msc://logs/x"
