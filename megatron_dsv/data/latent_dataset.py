@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ from megatron_dsv.data import dataset_folder
 from megatron_dsv.data.holdout import Shape
 
 _FLAG = "--latent-data"
+_STAT_CHUNK, _STAT_THREADS = 1024, 16
 _INDEX_KEYS = ("file", "bytes", "sha256", "shape", "caption", "source", "text_tokens")
 
 
 class LatentDataset(Dataset[dict[str, Any]]):
     """Records of a folder that ``dsv prepare`` wrote.
 
-    Opening reads the two index files, and no sample. Item ``record`` is a dictionary of
+    Opening reads the two index files, and no sample; ``check_files`` looks whether the samples are there. Item
+    ``record`` is a dictionary of
 
     * latents: fp32 [C, T, H, W]
     * text: fp32 [text_length, D], zeros after the text's own tokens
@@ -93,6 +97,39 @@ class LatentDataset(Dataset[dict[str, Any]]):
         return {"latents": latents, "text": self.pad_text(text), "text_length": min(text.shape[0], self.text_length),
                 "record": record}
 
+    def check_files(self) -> None:
+        """Looks at every sample file's existence and size, and reads none but the embedding of the empty caption.
+
+        Raises:
+            ValueError: some are missing or of another size; the message names --latent-data, the first and how many.
+        """
+        if self.null_text.shape[1] != self.text_dim:
+            raise _damaged(self.root / dataset_folder.NULL_TEXT_FILE,
+                           f"has width {self.null_text.shape[1]} where the data set's text has {self.text_dim}")
+        parts = [self._records[start:start + _STAT_CHUNK] for start in range(0, len(self._records), _STAT_CHUNK)]
+        # Threads, because a file system over a network takes its time for each file.
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
+            bad = [found for part in pool.map(self._bad_files, parts) for found in part]
+        if bad:
+            count = f"{len(bad)} of {len(self)} sample files missing or of another size; the first, " if len(bad) > 1 \
+                else ""
+            raise _damaged(self.root / bad[0][0], bad[0][1], count)
+
+    def _bad_files(self, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        """(file, what is wrong with it) of each record whose file is not as its index line says."""
+        bad = []
+        root = str(self.root)
+        for record in records:
+            try:
+                size = os.stat(os.path.join(root, record["file"])).st_size
+            except OSError as error:
+                bad.append((record["file"], "is missing" if isinstance(error, FileNotFoundError) else
+                            f"cannot be seen ({error.strerror})"))
+                continue
+            if size != record["bytes"]:
+                bad.append((record["file"], f"has {size} bytes where the index says {record['bytes']}"))
+        return bad
+
     @cached_property
     def buckets(self) -> dict[Shape, list[int]]:
         """Record numbers by latent shape (C, T, H, W), both ascending."""
@@ -141,6 +178,7 @@ def _read_index(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(f"{_FLAG} has a damaged file: {path} {reason.splitlines()[0] if reason else 'cannot be read'}; "
-                      "list all with `dsv prepare --verify`, delete them, and run the same `dsv prepare` again")
+def _damaged(path: Path, reason: str, count: str = "") -> ValueError:
+    wrong = reason.splitlines()[0] if reason else "cannot be read"
+    return ValueError(f"{_FLAG} has {count or 'a damaged file: '}{path} {wrong}; list all with `dsv prepare --verify`, "
+                      "delete them, and run the same `dsv prepare` again")

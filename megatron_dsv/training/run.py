@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +17,15 @@ from megatron_dsv.metrics import Recorder
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.sparsity.token_layout import TokenLayout
+from megatron_dsv.training.arguments import HostError
 from megatron_dsv.training.dsv_controller import DSVController
 from megatron_dsv.training.loss_bins import LossBins
+
+_PADDING_WORTH_A_LINE = 0.5
+"""Videos of two query groups or more stay below it."""
+
+_MAX_GROUP_SHARE = 8
+"""A query group of a few times the video serves tests of tiny ones; seven eighths of padding serve nobody."""
 
 
 @dataclass
@@ -53,7 +62,13 @@ class TrainingRun:
         return self.layout(latent_shape).num_tokens
 
     def check_data(self) -> None:
-        """Raises ValueError unless the data set's channels and text width are the model's."""
+        """Checks the data set against the model and the layout, and its files on the first rank of each host.
+
+        Raises:
+            HostError: a sample file is missing or of another size.
+            ValueError: the data set's channels or text width are not the model's, too many validation samples, or
+                query groups far longer than the videos.
+        """
         for flag, wanted, got in (
                 ("--dit-latent-channels", self.dit.dit_latent_channels, sorted({s[0] for s in self.latents.buckets})),
                 ("--dit-text-dim", self.dit.dit_text_dim, [self.latents.text_dim])):
@@ -63,6 +78,27 @@ class TrainingRun:
         if self.args.latent_valid_samples >= len(self.latents):
             raise ValueError(f"--latent-valid-samples must be below the {len(self.latents)} samples of --latent-data, "
                              f"got {self.args.latent_valid_samples}")
+        self._check_padding()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                self.latents.check_files()
+            except ValueError as error:
+                raise HostError(str(error)) from error
+
+    def _check_padding(self) -> None:
+        """Padding of the sequence's tail goes through every layer but attention; say what it costs, or refuse it."""
+        layouts = [(self.layout(shape[1:]), len(records)) for shape, records in self.latents.buckets.items()]
+        longest = max((layout for layout, _ in layouts), key=lambda layout: layout.num_tokens)
+        group = self.dsv.dsv_q_block_size
+        if group > _MAX_GROUP_SHARE * longest.num_tokens:
+            raise ValueError(f"--dsv-q-block-size must be at most {_MAX_GROUP_SHARE} times the {longest.num_tokens} "
+                             f"tokens of the longest video in --latent-data, got {group}, which pads it to "
+                             f"{longest.padded_length}; use a smaller power of two")
+        tokens = sum(layout.num_tokens * count for layout, count in layouts)
+        slots = sum(layout.padded_length * count for layout, count in layouts)
+        if slots > (1 + _PADDING_WORTH_A_LINE) * tokens and self.args.rank == 0:
+            print(f"warning: --dsv-q-block-size {group} pads the videos of --latent-data by "
+                  f"{slots / tokens - 1:.0%} on average; smaller query groups pad less", file=sys.stderr, flush=True)
 
     def set_sequence_length(self) -> None:
         """Tells Megatron the longest padded sequence of the data set; pipeline stages size their buffers by it."""

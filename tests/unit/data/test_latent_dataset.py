@@ -103,3 +103,39 @@ def test_a_missing_null_text_is_named(prepared: Path) -> None:
     (prepared / "null_text.safetensors").unlink()
     with pytest.raises(ValueError, match=r"--latent-data has a damaged file: .*null_text\.safetensors is missing"):
         _ = LatentDataset(prepared).null_text
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_files_are_looked_at_without_reading_them(prepared: Path, threads: int,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dsv.data.latent_dataset._STAT_CHUNK", 1)
+    monkeypatch.setattr("megatron_dsv.data.latent_dataset._STAT_THREADS", threads)
+    data = LatentDataset(prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_folder, "read_sample", lambda path: pytest.fail("read a sample"))
+        data.check_files()
+    first, second = (prepared / data.facts(record)["file"] for record in range(2))
+    cut(second)
+    with pytest.raises(ValueError, match=f"^--latent-data has a damaged file: {second} has .* bytes where the index "
+                                         "says .*; list all with `dsv prepare --verify`"):
+        data.check_files()
+    first.unlink()
+    with pytest.raises(ValueError, match="^--latent-data has 2 of 2 sample files missing or of another size; the "
+                                         f"first, {first} is missing; list all") as caught:
+        data.check_files()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (Path.unlink, "null_text.safetensors is missing"),
+    (cut, "null_text.safetensors Error while deserializing header"),
+    (lambda path: dataset_folder.write_null_text(path.parent, torch.zeros(1, 7)), "has width 7 where .* text has 8"),
+])
+def test_the_empty_caption_is_looked_at_too(prepared: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(prepared / "null_text.safetensors")
+    with pytest.raises(ValueError, match=f"^--latent-data has a damaged file: .*{message}"):
+        LatentDataset(prepared).check_files()

@@ -1,0 +1,61 @@
+"""A launch looks at its data set before it builds anything."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.training.arguments import HostError, dry_parse
+from megatron_dsv.training.run import TrainingRun
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Videos of 3 x 4 x 6 = 72 and of 1 x 2 x 3 = 6 tokens."""
+    return write_latents(tmp_path / "data", [(3, 8, 12)] * 3 + [(1, 4, 6)])
+
+
+def run_of(data: Path, *flags: str) -> TrainingRun:
+    argv = ["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4",
+            "--latent-valid-samples", "1", "--latent-data", str(data), *flags]
+    return TrainingRun(dry_parse(argv, 1), LatentDataset(data, text_length=16))
+
+
+def test_long_query_groups_are_worth_a_line(data, capsys):
+    run_of(data, "--dsv-q-block-size", "8").check_data()
+    assert capsys.readouterr().err == ""
+    # 3 x 128 + 64 slots for 3 x 72 + 6 tokens.
+    run = run_of(data, "--dsv-q-block-size", "64")
+    run.check_data()
+    assert capsys.readouterr().err == ("warning: --dsv-q-block-size 64 pads the videos of --latent-data by 102% on "
+                                       "average; smaller query groups pad less\n")
+    run.args.rank = 1
+    run.check_data()
+    assert capsys.readouterr().err == ""
+
+
+def test_query_groups_far_above_the_videos_are_refused(data):
+    run_of(data, "--dsv-q-block-size", "512").check_data()
+    with pytest.raises(ValueError, match="--dsv-q-block-size must be at most 8 times the 72 tokens of the longest "
+                                         "video in --latent-data, got 1024, which pads it to 1024; use a smaller"):
+        run_of(data, "--dsv-q-block-size", "1024").check_data()
+
+
+def test_missing_files_concern_the_host_and_its_first_rank_looks(data, monkeypatch):
+    next(data.glob("samples/*/*.safetensors")).unlink()
+    run = run_of(data, "--dsv-q-block-size", "8")
+    with pytest.raises(HostError, match=r"--latent-data has a damaged file: .* is missing; "):
+        run.check_data()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run.check_data()
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--dit-text-dim", "32"], "--dit-text-dim must be the data set's 64, got 32"),
+    (["--dit-latent-channels", "4"], "--dit-latent-channels must be the data set's 16, got 4"),
+    (["--latent-valid-samples", "4"], "--latent-valid-samples must be below the 4 samples of --latent-data, got 4"),
+])
+def test_model_and_data_must_fit(data, flags, words):
+    with pytest.raises(ValueError, match=words):
+        run_of(data, *flags).check_data()
