@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsv.platform import cpu, resume_schedule, validation
+from megatron_dsv.platform import child_processes, cpu, resume_schedule, validation
 
 PIN = "0.19.2"
 _applied = False
@@ -37,6 +37,7 @@ def apply() -> None:
     _let_current_length_win()
     _name_the_flag_of_another_schedule()
     _report_validation_without_ppl()
+    _end_helpers_with_their_rank()
     _applied = True
 
 
@@ -236,3 +237,24 @@ def _report_validation_without_ppl() -> None:
     _current(training, "evaluate", validation.EVALUATE_PARAMETERS)
     training.evaluate_and_print_results = functools.wraps(original)(validation.evaluate_and_report)
 
+
+
+def _end_helpers_with_their_rank() -> None:
+    """Let the processes of saves and data loaders end when their rank is killed.
+
+    They wait for work in `get_write_results_queue` (strategies/filesystem_async.py), `PersistentAsyncCaller.async_loop`
+    (strategies/async_utils.py) and torch's workers, and outlive a killed rank with its log and its sockets open. Can go
+    when none of them does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.training import training
+
+    _current(filesystem_async, "get_write_results_queue", ("mp_mode",))
+    if torch.cuda.is_available():  # else `cpu.enable()` has done it
+        child_processes.install_save_queue(None)
+    child_processes.async_save_loop.megatrons = _current(  # type: ignore[attr-defined]
+        PersistentAsyncCaller, "async_loop", ("rank", "queue", "preload_q", "comp_q"))
+    PersistentAsyncCaller.async_loop = staticmethod(child_processes.async_save_loop)
+    training.build_pretraining_data_loader = child_processes.with_mortal_workers(
+        _current(training, "build_pretraining_data_loader", ("dataset", "consumed_samples")))

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_dsv.platform import child_processes
+
 _CPU = torch.device("cpu")
 _active: "_CudaOnCpu | None" = None
 
@@ -41,7 +43,8 @@ def enable() -> None:
         torch.compiler.set_stance("force_eager")
     _replace_rng()
     _allow_no_cuda()
-    _fork_save_queue()
+    # Megatron spawns the process that collects a save's results, to keep a CUDA context whole; a fork takes no time.
+    child_processes.install_save_queue("fork")
     _refuse_async_save()
     _active = _CudaOnCpu()
     _active.__enter__()
@@ -277,17 +280,6 @@ def _allow_no_cuda() -> None:
     allowed = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     initialize.initialize_megatron = allowed
     training.initialize_megatron = allowed
-
-
-def _fork_save_queue() -> None:
-    """Megatron collects the results of a save through a process that it spawns, which imports the main script again.
-
-    Spawning keeps a CUDA context whole; without one a fork does, and takes no time.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    spawn_queue = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda mp_mode="fork": spawn_queue("fork")
 
 
 def _refuse_async_save() -> None:

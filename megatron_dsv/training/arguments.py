@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
+from megatron_dsv.training import run_folders
 from megatron_dsv.training.host_checks import check_host
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
@@ -60,6 +61,7 @@ def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
         args = _parse_and_validate(argv, check_files=True)
         try:
             check_host(args)
+            run_folders.check(args)
         except (ValueError, NotImplementedError) as error:
             raise HostError(str(error)) from error
         with _megatron_errors(args):
@@ -125,6 +127,8 @@ def defaults(parser: argparse.ArgumentParser) -> None:
         calculate_per_token_loss=True,
         ckpt_format="torch_dist",
         dist_ckpt_optim_fully_reshardable=True,
+        # finite_steps.py ends the run at the first step that is not finite, which Megatron would run again and save.
+        rerun_mode="disabled",
     )
     from megatron_dsv.platform import compat, cpu
 
@@ -178,6 +182,7 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
     args.launch_settings = settings
     args.launch_gpus = expansion.gpus
     validate(args, check_files=False)
+    run_folders.check_flags(args)
     if check_files:
         try:
             check_data_folder(args.latent_data)
@@ -265,8 +270,8 @@ def _quiet_ranks() -> Iterator[None]:
             yield
 
 
-def exit_with(error: Exception) -> NoReturn:
-    """Print on the one rank that speaks, then leave with status 2 on every rank."""
+def exit_with(error: Exception, *, status: int = 2) -> NoReturn:
+    """Print on the one rank that speaks, then leave with this status on every rank; 2 is misuse."""
     per_host = isinstance(error, HostError)
     speaks = os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
     if speaks:
@@ -275,4 +280,4 @@ def exit_with(error: Exception) -> NoReturn:
     else:
         # A launcher kills every rank as soon as one has failed: the one that speaks must come first.
         time.sleep(_EXIT_GRACE_SECONDS)
-    raise SystemExit(2)
+    raise SystemExit(status)

@@ -12,25 +12,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dsv.training import model_identity
+from megatron_dsv.training.checkpoint_files import CheckpointError, common_state, stored_shapes, verify_checksums
 from megatron_dsv.transformer.fp32 import KeepsPrecision
 
 DSV_PARTS = (".self_attention.predictor.", ".self_attention.statistics.")
 LAYERS = "decoder.layers."
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, in one line."""
+def check_before_build(args: argparse.Namespace) -> None:
+    """Looks at what this launch would load, on every rank for itself, before anything is built.
+
+    Raises:
+        CheckpointError: truncated files, another model, or an optimizer's state of another kind.
+    """
+    flag, root = _source(args, "load")
+    try:
+        folder = checkpoint_folder(root, args.ckpt_step)
+        if folder is None:
+            return
+        stored_shapes(folder)
+        saved = common_state(folder).get("args")
+        # Megatron takes a pretrained checkpoint as it takes any under --finetune: as weights, for a run of their own.
+        if saved is None or args.finetune or flag != "--load":
+            return
+        model_identity.check_model(saved, args, str(folder))
+        if not (args.no_load_optim or getattr(saved, "no_save_optim", False)):
+            model_identity.check_optimizer(saved, args, str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{flag} {error}") from error
 
 
 def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
-    """Megatron's ``load_checkpoint`` with a look at the checkpoint before it."""
+    """Megatron's ``load_checkpoint`` with a look at the checkpoint before it.
+
+    Every rank reads its share of what will be loaded once more, and compares checksums: Megatron's readers do not.
+    """
 
     def guarded_load_checkpoint(ddp_model: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import unwrap_model
@@ -45,19 +67,28 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
                     return True  # Megatron starts from scratch
                 raise CheckpointError(f"{root} holds no checkpoint; give the folder that a run saved to")
             with_dsv = inspect_checkpoint(folder, models)
-            if flag == "--load":
-                check_optimizer(folder, args)
+            weights_alone = args.no_load_optim or args.finetune or flag != "--load"
+            verify_checksums(folder, lambda key: not (weights_alone and key.startswith("optimizer.")),
+                             part=torch.distributed.get_rank(), parts=torch.distributed.get_world_size())
             return with_dsv
 
+        def load() -> Any:
+            try:
+                return load_checkpoint(ddp_model, *rest, **kwargs)
+            except CheckpointException as error:  # torch raises it on every rank
+                first = next(iter(error.failures.values()), (error,))[0]
+                raise CheckpointError(f"{flag} {root} cannot be loaded: {type(first).__name__}: "
+                                      f"{' '.join(str(first).split())}") from error
+
         if root is None or _agree(flag, inspect):
-            return load_checkpoint(ddp_model, *rest, **kwargs)
+            return load()
         if args.dsv_sparse_stage == "sparse":
             raise CheckpointError(f"{flag} {root} holds no predictors, and --dsv-sparse-stage sparse needs trained "
                                   "ones; start with predictor or auto")
         with _without_dsv_state(models) as left_out:
             if left_out and torch.distributed.get_rank() == 0:
                 print(f" {root} holds no predictors: they start from their initial state", flush=True)
-            return load_checkpoint(ddp_model, *rest, **kwargs)
+            return load()
 
     return guarded_load_checkpoint
 
@@ -68,7 +99,7 @@ def inspect_checkpoint(folder: Path, models: Iterable[MegatronModule]) -> bool:
     Raises:
         CheckpointError: truncated files, another model's weights, or only a part of the predictors.
     """
-    stored = _stored_shapes(folder)
+    stored = stored_shapes(folder)
     missing_dsv, present_dsv = [], []
     used = set()
     for model in models:
@@ -104,53 +135,6 @@ def inspect_checkpoint(folder: Path, models: Iterable[MegatronModule]) -> bool:
 
 def _belongs_to_dsv(key: str) -> bool:
     return any(part in key for part in DSV_PARTS)
-
-
-def check_optimizer(folder: Path, args: argparse.Namespace) -> None:
-    """Raises CheckpointError if the optimizer state was saved by the other kind of optimizer.
-
-    Megatron stores the state of the distributed optimizer under other keys and has no conversion.
-    """
-    if args.no_load_optim or args.finetune:
-        return
-    try:
-        content = dist_checkpointing.load_content_metadata(str(folder)) or {}
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint: its common state cannot be read "
-                              f"({type(error).__name__}); use an earlier iteration with --ckpt-step") from error
-    distributed = "distrib_optim_sharding_type" in content
-    if distributed != args.use_distributed_optimizer:
-        raise CheckpointError(
-            f"{folder} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, this run "
-            f"{'without' if distributed else 'with'} it; use the same, or --no-load-optim for the weights alone")
-
-
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes by key; checks that every file is as long as the checkpoint's own table says."""
-    incomplete = f"{folder} is not a complete torch_dist checkpoint"
-    try:
-        complete = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
-    except Exception:
-        complete = False
-    if not complete:
-        raise CheckpointError(f"{incomplete}: its metadata.json is missing or cannot be read; use an earlier "
-                              "iteration with --ckpt-step")
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise CheckpointError(f"{incomplete}: its .metadata cannot be read ({type(error).__name__}); use an earlier "
-                              "iteration with --ckpt-step") from error
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else -1
-        if size < end:
-            state = "missing" if size < 0 else f"{size} bytes long, {end} are needed"
-            raise CheckpointError(f"{folder} is truncated: {name} is {state}; use an earlier iteration with "
-                                  "--ckpt-step")
-    return {key: tuple(value.size) for key, value in metadata.state_dict_metadata.items() if hasattr(value, "size")}
 
 
 def _source(args: argparse.Namespace, load_arg: str) -> tuple[str, str | None]:

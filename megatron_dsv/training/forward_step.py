@@ -50,6 +50,7 @@ def loss_function(output: Tensor, *, run: TrainingRun, target: Tensor, timesteps
     bins = run.loss_bins.sums(weighted.detach(), tokens, timesteps)
     reported: dict[str, Any] = {"loss": total}
     if training:
+        run.finite_steps.see(total[0])
         run.loss_bins.add(bins)
     else:
         reported |= {run.loss_bins.name(number): pair for number, pair in enumerate(bins)}

@@ -32,13 +32,22 @@ def main(argv: list[str]) -> None:
     # Megatron's fault-tolerance set-up parses the command line a second time.
     sys.argv = [sys.argv[0], *args.expanded_argv]
     from megatron_dsv.platform.resume_schedule import ScheduleError
+    from megatron_dsv.training import run_lock
     from megatron_dsv.training.checkpoint_guard import CheckpointError
     from megatron_dsv.training.datasets import SampleOrderError
+    from megatron_dsv.training.finite_steps import NotFiniteError
 
     try:
-        _train(args)
-    except (CheckpointError, ScheduleError, SampleOrderError) as error:
+        with run_lock.hold(args.save if args.rank == 0 else None):
+            _train(args)
+    except (CheckpointError, ScheduleError, SampleOrderError, run_lock.FolderInUseError) as error:
         arguments.exit_with(error)
+    except NotFiniteError as error:
+        from megatron.training.async_utils import maybe_finalize_async_save
+
+        # Every rank is here: a save that is still being written becomes the last checkpoint.
+        maybe_finalize_async_save(blocking=True, terminate=True)
+        arguments.exit_with(error, status=1)
 
 
 def _train(args: Any) -> None:
@@ -50,9 +59,9 @@ def _train(args: Any) -> None:
     from megatron_dsv.config import DSVConfig
     from megatron_dsv.config_fields import from_args
     from megatron_dsv.data.latent_dataset import LatentDataset
-    from megatron_dsv.training import arguments, ema, logging, run_config
+    from megatron_dsv.training import arguments, ema, finite_steps, logging, run_config
     from megatron_dsv.training.builders import build_model
-    from megatron_dsv.training.checkpoint_guard import guard
+    from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard
     from megatron_dsv.training.datasets import DatasetProvider
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups, finalize_with
     from megatron_dsv.training.forward_step import forward_step
@@ -61,6 +70,10 @@ def _train(args: Any) -> None:
     try:
         run = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
         run.check_data()
+        check_before_build(args)
+    except CheckpointError as error:
+        # Ranks have not met yet: one that cannot read what the others read must speak for itself.
+        arguments.exit_with(arguments.HostError(str(error)))
     except ValueError as error:
         arguments.exit_with(error)
     run.set_sequence_length()
@@ -72,7 +85,9 @@ def _train(args: Any) -> None:
                            pipeline=model.pg_collection.pp, model=model.pg_collection.mp)
         run.controller = DSVController([model], from_args(DSVConfig, args), groups, args.num_layers,
                                        run.recorder)
-        model.config.finalize_model_grads_func = finalize_with(lambda: run.controller, finalize_model_grads)
+        model.config.finalize_model_grads_func = finalize_with(
+            lambda: run.controller,
+            run.finite_steps.finalize_with(finalize_model_grads, lambda: args.curr_iteration + 1))
         return model
 
     if args.ema_decay > 0:
@@ -86,6 +101,7 @@ def _train(args: Any) -> None:
         return train(*positional, **named)
 
     training.train = begin_and_train
+    finite_steps.install(run.finite_steps)
     logging.install(run)
     run_config.install(args)
     with warnings.catch_warnings(action="ignore"):  # of Megatron, about interfaces that it may change

@@ -19,6 +19,7 @@ from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.training.arguments import HostError
 from megatron_dsv.training.dsv_controller import DSVController
+from megatron_dsv.training.finite_steps import FiniteSteps
 from megatron_dsv.training.loss_bins import LossBins
 
 _PADDING_WORTH_A_LINE = 0.5
@@ -37,6 +38,7 @@ class TrainingRun:
         latents: the prepared data set.
         controller: drives DSV; None until the model is built.
         loss_bins: loss by timestep since the last log line.
+        finite_steps: ends the run at a loss or a gradient that is not finite.
         recorder: DSV's numbers since the last log line.
     """
 
@@ -44,10 +46,12 @@ class TrainingRun:
     latents: LatentDataset
     controller: DSVController | None = None
     loss_bins: LossBins = field(init=False)
+    finite_steps: FiniteSteps = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         self.loss_bins = LossBins(self.args.flow_loss_bins)
+        self.finite_steps = FiniteSteps.of(self.args)
         self.dsv = from_args(DSVConfig, self.args)
         self.dit = from_args(VideoDiTConfig, self.args)
         self.layout = functools.lru_cache(maxsize=256)(self._layout)

@@ -114,8 +114,9 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_dsv.training.builders import build_model
-    from megatron_dsv.training.checkpoint_guard import CheckpointError, inspect_checkpoint
-    from megatron_dsv.training.ema import has_ema, load_ema_state
+    from megatron_dsv.training.checkpoint_files import CheckpointError, verify_checksums
+    from megatron_dsv.training.checkpoint_guard import inspect_checkpoint
+    from megatron_dsv.training.ema import STATE_PREFIX, has_ema, load_ema_state
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(args.seed)
@@ -124,6 +125,7 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
         model = model.bfloat16() if args.bf16 else model.half()
     try:
         with_dsv = inspect_checkpoint(weights, [model])
+        verify_checksums(weights, lambda key: not key.startswith("optimizer.") or key.startswith(f"{STATE_PREFIX}."))
     except CheckpointError as error:
         raise ValueError(f"CHECKPOINT {error}") from error
     if not with_dsv:

@@ -80,6 +80,7 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "full_validation": (False, "use --eval-iters"),
     "log_validation_ppl_to_tensorboard": (False, "leave it unset: a diffusion loss has no perplexity"),
     "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
+    "rerun_mode": ("disabled", "leave it at disabled: a step that is not finite ends the run and names its rank"),
     "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
     "ckpt_convert_format": (None, "use torch_dist, which reshards across layouts"),
     "checkpoint_activations": (False, "use --recompute-granularity full"),

@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dsv.cli.main import main as dsv
 
@@ -121,10 +122,22 @@ def _truncated(run: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def _other_bytes(run: Path) -> None:
+    """The right length, and one bit of a weight another."""
+    weights = run / "iter_0000004"
+    stored = FileSystemReader(weights).read_metadata().storage_data
+    info = next(info for index, info in stored.items() if index.fqn.endswith("self_attention.linear_proj.weight"))
+    path = weights / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset + info.length // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
 MISTAKES: dict[str, tuple[str, Any, str]] = {
     "no-folder": ("", shutil.rmtree, "CHECKPOINT must be a folder that a run saved to"),
     "no-config": ("", _without_config, "config.yaml is missing"),
     "truncated": ("", _truncated, "is truncated"),
+    "damaged": ("", _other_bytes, "does not have the checksum that it was written with"),
     "sizes": ("--frames 5", None, "--frames, --height and --width must be given together"),
     "frames": ("--frames 4 --height 48 --width 32", None, "frames"),
     "height": ("--frames 5 --height 50 --width 32", None, "height"),

@@ -1,0 +1,86 @@
+"""Arguments by which a checkpoint's numbers mean something: a resume compares them with those of the run that saved.
+
+Weights' shapes are compared elsewhere; here is what can differ with every shape the same. Not compared, since a run
+may change them on its way: the --dsv-* policy of what to attend to, the --flow-* objective, batch sizes, data, layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_dsv.config_fields import flag_of
+from megatron_dsv.models.config import VideoDiTConfig
+from megatron_dsv.training.checkpoint_files import CheckpointError
+
+# Argument -> flag, where Megatron's name of the argument is another.
+MODEL = {field.name: flag_of(field.name) for field in dataclasses.fields(VideoDiTConfig)} | {
+    "num_attention_heads": "--num-attention-heads",
+    "layernorm_epsilon": "--norm-epsilon",
+}
+"""What the backbone computes: every flag of the video DiT, and Megatron's that change its function."""
+
+PREDICTOR = {"dsv_predictor_input": "--dsv-predictor-input"}
+"""What the predictors compute; compared where both runs have predictors."""
+
+OPTIMIZER = {"optimizer": "--optimizer", "use_distributed_optimizer": "--use-distributed-optimizer",
+             "use_precision_aware_optimizer": "--use-precision-aware-optimizer"}
+"""What the optimizer's state is made of, with the precision of the weights."""
+
+
+def check_model(saved: Any, args: argparse.Namespace, source: str) -> None:
+    """Raises CheckpointError if the weights were trained as another function than the one that ``args`` describe.
+
+    Args:
+        saved: arguments stored in the checkpoint; one that is not among them, as in an older one, is not compared.
+        args: of this run.
+        source: the checkpoint, as the message names it.
+    """
+    has_predictors = "dense" not in (getattr(saved, "dsv_sparse_stage", "dense"), args.dsv_sparse_stage)
+    for flag, there, here in _differences(MODEL | (PREDICTOR if has_predictors else {}), saved, args):
+        raise CheckpointError(
+            f"{source} is a checkpoint of another model: it was trained with {_shown(flag, there)}, this run has "
+            f"{_shown(flag, here)}; use the flags it was trained with (config.yaml in its folder), or --finetune to "
+            "begin a new run with its weights")
+
+
+def check_optimizer(saved: Any, args: argparse.Namespace, source: str) -> None:
+    """Raises CheckpointError if the optimizer's state is another kind's: Megatron converts none.
+
+    Args:
+        saved, args, source: as for :func:`check_model`.
+    """
+    found = list(_differences(OPTIMIZER, saved, args))
+    precisions = _precision(saved), _precision(args)
+    if precisions[0] != precisions[1]:
+        found.append(("", *precisions))
+    for flag, there, here in found:
+        raise CheckpointError(
+            f"{source} was saved {_used(flag, there)}, this run is {_used(flag, here)}: the optimizer's state does not "
+            "fit; use the same, or --no-load-optim for the weights alone")
+
+
+def _differences(names: dict[str, str], saved: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+    for name, flag in names.items():
+        here = getattr(args, name)
+        there = getattr(saved, name, here)
+        if there != here:
+            yield flag, there, here
+
+
+def _precision(args: Any) -> str:
+    return next((f"--{name}" for name in ("bf16", "fp16") if getattr(args, name, False)), "fp32")
+
+
+def _shown(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {value}"
+
+
+def _used(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {flag}"
+    return "in fp32 (neither --bf16 nor --fp16)" if value == "fp32" else f"with {flag} {value}".replace("  ", " ")

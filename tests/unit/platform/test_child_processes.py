@@ -1,0 +1,119 @@
+"""What a rank starts ends with it, also when nobody can clean up."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dsv.platform import child_processes, cpu
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the kernel's word for it is Linux's")
+
+
+def _save_queue(mode: str) -> Callable[[], Any]:
+    def start() -> Any:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        child_processes.install_save_queue(mode)
+        return filesystem_async.get_write_results_queue()
+
+    return start
+
+
+class _Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def _data_loader() -> Any:
+    build = child_processes.with_mortal_workers(
+        lambda: torch.utils.data.DataLoader(_Squares(), num_workers=1, persistent_workers=True))
+    items = iter(build())
+    assert next(items).item() == 0
+    return items
+
+
+def _waits_for_ever() -> None:
+    child_processes.end_with_parent()
+    signal.pause()
+
+
+def _helper() -> Any:
+    process = multiprocessing.get_context("fork").Process(target=_waits_for_ever)
+    process.start()
+    return process
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(number) for number in file.read().split()]
+
+
+def _sockets(process: int) -> set[str]:
+    folder = f"/proc/{process}/fd"
+    links = set()
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            links.add(os.readlink(f"{folder}/{name}"))
+    return {link for link in links if link.startswith("socket:")}
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _rank(start: Callable[[], Any], writer: Any) -> None:
+    """Opens a socket, starts a helper, tells what both are, and waits to be killed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept = start()
+    time.sleep(0.2)  # a forked helper lets go of what it inherited
+    mine = os.readlink(f"/proc/self/fd/{listener.fileno()}")
+    writer.send([(child, mine in _sockets(child)) for child in _children()])
+    signal.pause()
+    del kept
+
+
+HELPERS = {"save-queue-forked": _save_queue("fork"), "save-queue-spawned": _save_queue("spawn"),
+           "data-loader": _data_loader, "any": _helper}
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_killed_rank_leaves_nothing(helper):
+    cpu.preload()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=_rank, args=(HELPERS[helper], writer))
+    rank.start()
+    try:
+        assert reader.poll(60)
+        children = reader.recv()
+        assert children
+        assert all(_runs(child) for child, _ in children)
+        assert not any(holds for _, holds in children), "a helper holds its rank's socket"
+    finally:
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.join()
+    deadline = time.monotonic() + 2
+    while left := [child for child, _ in children if _runs(child)]:
+        assert time.monotonic() < deadline, f"{left} outlived the rank"
+        time.sleep(0.02)
+
+
+def test_a_process_that_nobody_started_is_left_alone():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = _sockets(os.getpid())
+        child_processes.end_with_parent()
+        assert os.readlink(f"/proc/self/fd/{listener.fileno()}") in before & _sockets(os.getpid())
