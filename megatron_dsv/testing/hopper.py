@@ -16,19 +16,34 @@ def compile_for_hopper(launched: Any) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-    signature, constants, attributes = {}, dict(launched.constants), {}
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = dict(launched.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
     for position, name in enumerate(launched.kernel.arg_names):
-        value = launched.arguments.get(name)
-        if name in launched.constants or (isinstance(value, int) and value == 1):
+        if name in launched.constants:
             signature[name] = "constexpr"
-            constants.setdefault(name, value)
-        elif isinstance(value, torch.Tensor):
-            signature[name] = names[value.dtype]
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
-            attributes[position,] = [["tt.divisibility", 16]]
+            signature[name] = _type(launched.arguments[name], (position,), constants, attributes)
     source = ASTSource(launched.kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32),
                           options={"num_warps": launched.tile.num_warps, "num_stages": launched.tile.num_stages})
+
+
+def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[tuple[int, ...], Any]) -> Any:
+    """The type of an argument as triton spells it, specialized as at a launch: 1 and None are constants."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+    if isinstance(value, tuple):
+        fields = [_type(item, (*path, i), constants, attributes) for i, item in enumerate(value)]
+        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(value, torch.Tensor):
+        return "*" + names[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"

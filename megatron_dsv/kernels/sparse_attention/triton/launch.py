@@ -14,18 +14,20 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import (
-    _sparse_attention_bwd_dkv_kernel,
-    _sparse_attention_bwd_dkv_scatter_kernel,
-)
+from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import _sparse_attention_bwd_dkv_kernel
 from megatron_dsv.kernels.sparse_attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
 from megatron_dsv.kernels.sparse_attention.triton.forward import _sparse_attention_fwd_kernel
+from megatron_dsv.kernels.sparse_attention.triton.lists import Lists, Rows
+from megatron_dsv.kernels.sparse_attention.triton.scatter import _sparse_attention_bwd_dkv_scatter_kernel
 from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile, pick_tile
 
 _MAX_HEAD_DIM = 256
 _MAX_GRID_ROWS = 65535
+_TMA_ALIGNMENT = 16
+"""Bytes: addresses and strides that the tensor memory accelerator takes."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, int]
     arguments: dict[str, Any]
-    constants: dict[str, int]
+    constants: dict[str, Any]
     tile: Tile
 
     def run(self) -> None:
@@ -64,67 +66,75 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """
     _check_limits(q, k)
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
+    stats = new_stats(q)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scatter = selection.kv_block_size == 1 and not deterministic
     new_kv = torch.zeros if scatter else torch.empty
     kv_dtype = torch.float32 if scatter else k.dtype
     dk, dv = (new_kv(k.shape, dtype=kv_dtype, device=k.device) for _ in range(2))
     with _on_device(q):
-        plan_dq(dout, q, k, v, out, lse, delta, dq, selection, softmax_scale).run()
+        plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale).run()
         plan = plan_dkv_scatter if scatter else plan_dkv
         selection = selection if scatter else selection.with_transposed()
-        plan(dout, q, k, v, lse, delta, dk, dv, selection, softmax_scale).run()
+        plan(dout, q, k, v, stats, dk, dv, selection, softmax_scale).run()
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def new_stats(q: Tensor) -> Tensor:
+    """Room for what the dQ pass leaves to the dK/dV pass: fp32 [2, b * h, s rounded up to whole TMA rows]."""
+    s, b, h, _ = q.shape
+    per_row = _TMA_ALIGNMENT // 4
+    return torch.empty((2, b * h, _tiles(s, per_row) * per_row), dtype=torch.float32, device=q.device)
 
 
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: KVSelection,
                  softmax_scale: float) -> Launch:
     """The forward; writes out and lse [b, h, s] contiguous."""
     tile, constants = _tile_and_constants("forward", q, selection)
-    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, **_rows(selection),
-                 "kv_length_ptr": selection.kv_length.contiguous(), **_strides(q=q), **_kv_strides(k=k, v=v),
-                 **_strides(o=out), **_sizes(q, k, selection), "scale_log2": softmax_scale * math.log2(math.e)}
+    arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "out": _rows(out),
+                 **_tile_loads(tile.block_n, constants, k_tiles=k, v_tiles=v), "lse_ptr": lse,
+                 "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
+                 **_sizes(q, k, selection), "scale_log2": softmax_scale * math.log2(math.e)}
     grid = (selection.num_query_groups * _tiles(selection.q_block_size, tile.block_m), q.shape[1] * q.shape[2])
     return Launch(_sparse_attention_fwd_kernel, grid, arguments, constants, tile)
 
 
-def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, dq: Tensor,
             selection: KVSelection, softmax_scale: float) -> Launch:
-    """The pass over query rows; writes dq and delta [b, h, s] contiguous."""
+    """The pass over query rows; reads lse [b, h, s] contiguous, writes dq and ``new_stats``."""
     tile, constants = _tile_and_constants("dq", q, selection)
-    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse,
-                 "delta_ptr": delta, "dq_ptr": dq, **_rows(selection),
-                 "kv_length_ptr": selection.kv_length.contiguous(), **_strides(q=q), **_kv_strides(k=k, v=v),
-                 **_strides(o=out, do=dout, dq=dq), **_sizes(q, k, selection), "scale": softmax_scale,
-                 "scale_log2": softmax_scale * math.log2(math.e)}
+    arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "out": _rows(out), "dout": _rows(dout), "dq": _rows(dq),
+                 **_tile_loads(tile.block_n, constants, k_tiles=k, v_tiles=v), "lse_ptr": lse,
+                 **_stats(stats), "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
+                 **_sizes(q, k, selection), **_scales(softmax_scale)}
     grid = (selection.num_query_groups * _tiles(selection.q_block_size, tile.block_m), q.shape[1] * q.shape[2])
     return Launch(_sparse_attention_bwd_dq_kernel, grid, arguments, constants, tile)
 
 
-def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
              selection: KVSelection, softmax_scale: float) -> Launch:
     """The key-major pass over ``selection.transposed``; writes dk and dv."""
     assert selection.transposed is not None, "the key-major pass runs over the twin"
     tile, constants = _tile_and_constants("dkv", q, selection)
-    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
-                 "dk_ptr": dk, "dv_ptr": dv, **_rows(selection.transposed, indices="twin_indices_ptr", rows="twin"),
-                 "kv_length_ptr": selection.kv_length.contiguous(), **_strides(q=q), **_kv_strides(k=k, v=v),
-                 **_strides(do=dout), **_kv_strides(dk=dk, dv=dv), "num_queries": q.shape[0], "num_keys": k.shape[0],
+    loads = _tile_loads(tile.block_m, constants, q_tiles=q, dout_tiles=dout)
+    by_tma = loads["q_tiles"] is not None and loads["dout_tiles"] is not None
+    stats_tiles = TensorDescriptor.from_tensor(stats.flatten(0, 1), [1, tile.block_m]) if by_tma else None
+    arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "dout": _rows(dout), "dk": _rows(dk), "dv": _rows(dv),
+                 **loads, "stats_tiles": stats_tiles, **_stats(stats), "twin": _lists(selection.transposed),
+                 "kv_length_ptr": selection.kv_length.contiguous(), "num_queries": q.shape[0], "num_keys": k.shape[0],
                  "num_blocks": selection.num_kv_blocks, "heads": q.shape[2], "kv_heads": k.shape[2],
-                 "scale": softmax_scale, "scale_log2": softmax_scale * math.log2(math.e)}
+                 **_scales(softmax_scale)}
     grid = (selection.num_kv_blocks * _tiles(selection.kv_block_size, tile.block_n), k.shape[1] * k.shape[2])
     return Launch(_sparse_attention_bwd_dkv_kernel, grid, arguments, constants, tile)
 
 
-def plan_dkv_scatter(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+def plan_dkv_scatter(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
                      selection: KVSelection, softmax_scale: float) -> Launch:
     """The atomic pass of token lists; adds to dk and dv, fp32 and zeroed."""
     tile, constants = _tile_and_constants("scatter", q, selection)
-    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
-                 "dk_ptr": dk, "dv_ptr": dv, **_rows(selection), "kv_length_ptr": selection.kv_length.contiguous(),
-                 **_strides(q=q), **_kv_strides(k=k, v=v), **_strides(do=dout), **_kv_strides(dk=dk, dv=dv),
-                 **_sizes(q, k, selection), "scale": softmax_scale, "scale_log2": softmax_scale * math.log2(math.e)}
+    arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "dout": _rows(dout), "dk": _rows(dk), "dv": _rows(dv),
+                 **_stats(stats), "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
+                 **_sizes(q, k, selection), **_scales(softmax_scale)}
     return Launch(_sparse_attention_bwd_dkv_scatter_kernel, (selection.num_query_groups, q.shape[1] * q.shape[2]),
                   arguments, constants, tile)
 
@@ -147,37 +157,58 @@ def _check_limits(q: Tensor, k: Tensor) -> None:
                                   f"{q.shape[1] * q.shape[2]}; split the batch or {way_out}")
 
 
-def _tile_and_constants(pass_name: str, q: Tensor, selection: KVSelection) -> tuple[Tile, dict[str, int]]:
+def _tile_and_constants(pass_name: str, q: Tensor, selection: KVSelection) -> tuple[Tile, dict[str, Any]]:
     tile = pick_tile(pass_name, q_block_size=selection.q_block_size, kv_block_size=selection.kv_block_size,
                      head_dim=q.shape[-1], itemsize=q.element_size())
-    if pass_name == "dkv":
-        gather = selection.q_block_size % tile.block_m != 0
-    else:
-        gather = selection.kv_block_size % tile.block_n != 0
+    key_major = pass_name == "dkv"
+    walked, step = (selection.q_block_size, tile.block_m) if key_major else (selection.kv_block_size, tile.block_n)
+    gather = walked % step != 0
     block_d = max(16, 1 << (q.shape[-1] - 1).bit_length())
-    return tile, {"Q_BLOCK": selection.q_block_size, "KV_BLOCK": selection.kv_block_size, "HEAD_DIM": q.shape[-1],
-                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "GATHER": gather}
+    constants = {"Q_BLOCK": selection.q_block_size, "KV_BLOCK": selection.kv_block_size, "HEAD_DIM": q.shape[-1],
+                 "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "GATHER": gather}
+    if pass_name != "scatter":
+        # Where most steps need no mask, those that do are kept narrow: they must not cost the others registers.
+        tail = step if gather else min(step, tile.tail)
+        constants |= {"TAIL_M" if key_major else "TAIL_N": tail, "TAIL_STAGES": tile.num_stages if gather else 1}
+    return tile, constants
 
 
-def _rows(selection: KVSelection, indices: str = "kv_indices_ptr", rows: str = "row") -> dict[str, Tensor]:
-    buffer = selection.kv_indices
-    if buffer.numel() == 0:
-        buffer = torch.zeros(1, dtype=torch.int32, device=buffer.device)
-    return {indices: buffer.contiguous(), f"{rows}_start_ptr": selection.row_start.contiguous(),
-            f"{rows}_count_ptr": selection.row_count.contiguous()}
+def _tile_loads(step: int, constants: dict[str, Any], **tensors: Tensor) -> dict[str, TensorDescriptor | None]:
+    """A descriptor for tiles [step, BLOCK_D] of each tensor, or None where the kernel is to load by address."""
+    return {name: None if constants["GATHER"] or not _fits_tma(x) else TensorDescriptor.from_tensor(
+        x.permute(1, 2, 0, 3), [1, 1, step, constants["BLOCK_D"]]) for name, x in tensors.items()}
+
+
+def _fits_tma(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read x; fp32 has no use for it."""
+    itemsize = x.element_size()
+    aligned = all(stride > 0 and stride * itemsize % _TMA_ALIGNMENT == 0 for stride in x.stride()[:-1])
+    return (itemsize == 2 and x.numel() > 0 and aligned and (x.is_meta or x.data_ptr() % _TMA_ALIGNMENT == 0)
+            and x.shape[-1] * itemsize >= _TMA_ALIGNMENT)
+
+
+def _rows(x: Tensor) -> Rows:
+    return Rows(x, *x.stride()[:-1])
+
+
+def _lists(selection: KVSelection) -> Lists:
+    indices = selection.kv_indices
+    if indices.numel() == 0:
+        indices = torch.zeros(1, dtype=torch.int32, device=indices.device)
+    return Lists(indices.contiguous(), selection.row_start.contiguous(), selection.row_count.contiguous())
+
+
+def _stats(stats: Tensor) -> dict[str, Any]:
+    return {"stats_ptr": stats, "stride_stats": stats.stride(1)}
+
+
+def _scales(softmax_scale: float) -> dict[str, float]:
+    return {"scale": softmax_scale, "scale_log2": softmax_scale * math.log2(math.e)}
 
 
 def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
     return {"num_queries": q.shape[0], "num_groups": selection.num_query_groups, "heads": q.shape[2],
             "kv_heads": k.shape[2]}
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    return {f"stride_{name}{axis}": x.stride(i) for name, x in tensors.items() for i, axis in enumerate("sbh")}
-
-
-def _kv_strides(**tensors: Tensor) -> dict[str, int]:
-    return {f"stride_{name}{axis}": x.stride(i) for name, x in tensors.items() for i, axis in enumerate("sbg")}
 
 
 def _tiles(block: int, step: int) -> int:

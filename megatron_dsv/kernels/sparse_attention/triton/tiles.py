@@ -6,41 +6,54 @@ of BLOCK_N; dkv owns BLOCK_N keys and walks query rows in steps of BLOCK_M.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M query rows x BLOCK_N keys, with triton's num_warps and num_stages."""
+    """BLOCK_M query rows x BLOCK_N keys, with triton's num_warps and num_stages; ``tail`` is the step where masks are
+    needed, which is rare in lists of whole blocks."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    tail: int = 32
 
 
 # (pass, widest padded head dim, own-axis tile) -> Tile, for 16-bit inputs; the own-axis tile is the largest that fits.
 _TILES = {
-    ("forward", 128, 128): Tile(128, 128, 8, 2),
-    ("forward", 128, 64): Tile(64, 64, 4, 3),
+    ("forward", 64, 128): Tile(64, 128, 4, 2),
+    ("forward", 64, 64): Tile(64, 64, 4, 2),
+    ("forward", 128, 128): Tile(128, 64, 4, 2),
+    ("forward", 128, 64): Tile(64, 64, 4, 2),
     ("forward", 256, 128): Tile(128, 64, 8, 2),
-    ("forward", 256, 64): Tile(64, 64, 8, 2),
-    ("dq", 128, 128): Tile(128, 64, 8, 2),
+    ("forward", 256, 64): Tile(64, 32, 4, 2),
+    ("dq", 64, 128): Tile(64, 64, 4, 3),
+    ("dq", 64, 64): Tile(64, 64, 4, 2),
+    ("dq", 128, 128): Tile(128, 64, 8, 3),
     ("dq", 128, 64): Tile(64, 64, 4, 2),
-    ("dq", 256, 128): Tile(64, 64, 8, 2),
-    ("dq", 256, 64): Tile(64, 64, 8, 2),
-    ("dkv", 128, 128): Tile(64, 128, 8, 2),
-    ("dkv", 128, 64): Tile(64, 64, 4, 2),
-    ("dkv", 256, 128): Tile(32, 64, 8, 2),
-    ("dkv", 256, 64): Tile(32, 64, 8, 2),
+    ("dq", 256, 128): Tile(128, 32, 8, 2),
+    ("dq", 256, 64): Tile(64, 32, 4, 2),
+    ("dkv", 64, 128): Tile(64, 64, 4, 3, tail=16),
+    ("dkv", 64, 64): Tile(64, 64, 4, 3, tail=16),
+    ("dkv", 128, 128): Tile(64, 128, 8, 3, tail=16),
+    ("dkv", 128, 64): Tile(64, 64, 4, 2, tail=16),
+    ("dkv", 256, 128): Tile(64, 64, 8, 2, tail=16),
+    ("dkv", 256, 64): Tile(64, 64, 8, 2, tail=16),
+    ("scatter", 64, 128): Tile(64, 64, 8, 2),
+    ("scatter", 64, 64): Tile(64, 64, 4, 2),
     ("scatter", 128, 128): Tile(64, 64, 8, 2),
     ("scatter", 128, 64): Tile(64, 64, 4, 2),
     ("scatter", 256, 128): Tile(32, 64, 8, 2),
     ("scatter", 256, 64): Tile(32, 64, 8, 2),
 }
 
+# Short blocks are gathered row by row: more warps share the registers that the addresses take, and wide rows come few.
+_GATHER_WARPS, _WIDE_GATHER_STEP = 8, 32
+
 # fp32 multiplies without tensor cores: small tiles keep it within registers and shared memory.
-_FP32_TILES = {128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
+_FP32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 
 
 def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim: int, itemsize: int) -> Tile:
@@ -49,11 +62,11 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
     The own axis never spans two rows of the selection, so its tile shrinks to the block; the walked axis gathers
     several short blocks into one step.
     """
-    width = 128 if head_dim <= 128 else 256
+    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     own_block = kv_block_size if pass_name == "dkv" else q_block_size
     walked_block = q_block_size if pass_name == "dkv" else kv_block_size
     tile = _FP32_TILES[width] if itemsize == 4 else _TILES[pass_name, width, 128 if own_block % 128 == 0 else 64]
-    block_m, block_n = tile.block_m, tile.block_n
+    block_m, block_n, warps = tile.block_m, tile.block_n, tile.num_warps
     own = max(16, 1 << (own_block - 1).bit_length())
     if pass_name == "dkv":
         block_n = min(block_n, own)
@@ -61,4 +74,10 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
         block_m = min(block_m, own)
         if block_n > 64 and walked_block % block_n:
             block_n = 64
-    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
+    step = block_m if pass_name == "dkv" else block_n
+    if walked_block % step and itemsize == 2 and pass_name != "scatter":
+        if max(block_m, block_n) == 128 or width == 256:
+            warps = _GATHER_WARPS
+        if width == 256:
+            block_m, block_n = (_WIDE_GATHER_STEP, block_n) if pass_name == "dkv" else (block_m, _WIDE_GATHER_STEP)
+    return replace(tile, block_m=block_m, block_n=block_n, num_warps=warps)
