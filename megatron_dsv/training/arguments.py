@@ -164,9 +164,6 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
             raise NotImplementedError(
                 "--yaml-cfg is not supported; use --config: the command line then stays in force")
         settings.update(settings_of(expansion.argv, parser))
-        empty = next((key for key, value in settings.items() if value == ""), None)
-        if empty is not None:
-            raise ValueError(f"--{empty} must not be empty, got ''; leave the flag out to do without")
         parser.error = lambda message: _refuse(message, parser, expansion)  # type: ignore[method-assign]
         sys.argv = [sys.argv[0], *expansion.argv]
         return parser
@@ -176,6 +173,9 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
         args = parse_args(provider)
     finally:
         sys.argv = program
+    empty = next((key for key, value in settings.items() if value == ""), None)
+    if empty is not None:
+        raise ValueError(f"--{empty} must not be empty, got ''; leave the flag out to do without")
     args.config = expansion.files
     args.launch_argv = list(argv)
     args.expanded_argv = expansion.argv
@@ -242,9 +242,8 @@ def _megatron_errors(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        if "\n" not in str(error).strip():
-            raise
-        raise type(error)(" ".join(str(error).split())) from error
+        reason = " ".join(str(error).split())
+        raise type(error)(reason if "--" in reason else f"megatron-core refuses the arguments: {reason}") from error
     except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1].line or ""
         names = dict.fromkeys(re.findall(r"args\.(\w+)", line))

@@ -113,6 +113,11 @@ def _check_evaluation(args: argparse.Namespace) -> None:
 
 
 def _check_logging(args: argparse.Namespace) -> None:
+    if args.profile and args.profile_step_start >= args.profile_step_end:
+        raise ValueError(f"--profile-step-end must be above --profile-step-start {args.profile_step_start}, got "
+                         f"{args.profile_step_end}")
+    if args.use_pytorch_profiler and not args.profile:
+        raise ValueError("--use-pytorch-profiler needs --profile, got none")
     if args.wandb_project is None:
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(args, name):

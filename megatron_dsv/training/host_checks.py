@@ -13,6 +13,7 @@ from megatron_dsv.config_fields import flag_of
 _WRITTEN = ("save", "tensorboard_dir", "wandb_save_dir")
 _ANYWHERE = ("auto", "reference", "sdpa")
 """Attention backends that run without a GPU."""
+_READ = ("nccl_communicator_config_path", "te_precision_config_file", "tp_comm_overlap_cfg")
 
 
 def check_host(args: argparse.Namespace) -> None:
@@ -26,6 +27,10 @@ def check_host(args: argparse.Namespace) -> None:
         folder = getattr(args, name, None)
         if folder is not None and "://" not in folder:
             _check_writable(name, folder)
+    for name in _READ:
+        file = getattr(args, name, None)
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"{flag_of(name)} must be a file, got {file}, which does not exist")
 
 
 def _check_devices(args: argparse.Namespace) -> None:
@@ -35,6 +40,8 @@ def _check_devices(args: argparse.Namespace) -> None:
         raise ValueError("--distributed-backend nccl needs CUDA, which this host does not have; use gloo")
     if args.async_save:
         raise NotImplementedError("--async-save needs CUDA, which this host does not have; drop it")
+    if args.profile and not args.use_pytorch_profiler:
+        raise ValueError("--profile needs CUDA, which this host does not have; add --use-pytorch-profiler")
     for name in ("dsv_sparse_backend", "dsv_dense_backend"):
         backend = getattr(args, name)
         # Triton's interpreter, for tests, runs its kernels on the CPU.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.config_fields import from_args
+from megatron_dsv.config_fields import flag_of, from_args
 from megatron_dsv.data.config import DataConfig
 from megatron_dsv.diffusion.config import FlowConfig
 from megatron_dsv.models.config import VideoDiTConfig
@@ -31,6 +31,8 @@ _REQUIRED = {
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # argument: (the supported value, way out)
     "context_parallel_size": (1, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
+    "tensor_parallel_num_weight_shards": (None, "use --use-distributed-optimizer"),
+    "use_ring_exchange_p2p": (False, "leave it unset: it needs a torch of its own"),
     "hybrid_context_parallel": (False, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
     "use_megatron_fsdp": (False, "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (False, "use --use-distributed-optimizer"),
@@ -41,10 +43,12 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "account_for_loss_in_pipeline_split": (False, "use --decoder-last-pipeline-num-layers"),
     "cuda_graph_impl": ("none", "leave it unset: selections change shape from step to step"),
     "enable_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
+    "optimizer_cuda_graph": (False, "leave it unset: steps that skip the optimizer change what runs"),
     "external_cuda_graph": (False, "leave it unset: selections change shape from step to step"),
     "fp8": (None, "use --bf16"),
     "fp4": (None, "use --bf16"),
     "num_experts": (None, "leave it unset: the model is dense in its feed-forward layers"),
+    "expert_tensor_parallel_size": (None, "leave it unset: the model has no experts"),
     "expert_model_parallel_size": (1, "leave it unset: the model has no experts"),
     "multi_latent_attention": (False, "leave it unset"),
     "mtp_num_layers": (None, "leave it unset: a diffusion model predicts no tokens"),
@@ -103,7 +107,16 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "freeze_all_layers": (False, "leave it unset"),
 }
 
-_FOREIGN_DATA = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+_FOREIGN_DATA = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
+                 "per_split_data_args_path")
+
+_OF_TEXT = ("mock_data", "fim_data", "sft", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+            "untie_embeddings_and_output_weights")
+
+_NEEDS_TE = {
+    "use_precision_aware_optimizer": "whose Adam it is",
+    "te_rng_tracker": "whose tracker it is",
+}
 
 
 def validate(args: argparse.Namespace, *, check_files: bool = True) -> None:
@@ -150,14 +163,19 @@ def _check_supported(args: argparse.Namespace) -> None:
             raise NotImplementedError(f"{flag}{shown} is not supported; {way_out}")
     if args.optimizer not in ("adam", "sgd"):
         raise NotImplementedError(f"--optimizer {args.optimizer} is not supported; use adam")
-    if args.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
-        raise NotImplementedError("--use-precision-aware-optimizer is not supported without Transformer Engine, whose "
-                                  "Adam it is; install the extra `te`, or drop it")
+    if args.attention_backend.name != "auto":
+        raise NotImplementedError(f"--attention-backend {args.attention_backend.name} is not supported; use "
+                                  "--dsv-dense-backend and --dsv-sparse-backend")
+    for name, why in _NEEDS_TE.items():
+        if getattr(args, name) and importlib.util.find_spec("transformer_engine") is None:
+            raise NotImplementedError(f"{flag_of(name)} is not supported without Transformer Engine, {why}; install "
+                                      "the extra `te`, or drop it")
     for name in _FOREIGN_DATA:
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} is for text, got {getattr(args, name)}; use --latent-data")
-    if args.mock_data:
-        raise ValueError("--mock-data is for text; use --latent-data with a small set from `dsv prepare`")
+    for name in _OF_TEXT:
+        if getattr(args, name):
+            raise ValueError(f"{flag_of(name)} is for text; drop it, and use --latent-data")
     if not args.calculate_per_token_loss:
         raise ValueError("--no-calculate-per-token-loss is not allowed: the loss is a sum over valid tokens, divided "
                          "by their global count")

@@ -131,6 +131,14 @@ def test_layers_of_each_stage(layers, pp, first, last, stages):
     ({"lazy_mpu_init": True}, "--lazy-mpu-init is not supported; "),
     ({"enable_ft_package": True}, "--enable-ft-package is not supported; "),
     ({"checkpoint_activations": True}, "--checkpoint-activations is not supported; use --recompute-granularity full"),
+    ({"te_rng_tracker": True}, "--te-rng-tracker is not supported without Transformer Engine"),
+    ({"expert_tensor_parallel_size": 3}, "--expert-tensor-parallel-size 3 is not supported"),
+    ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards 2 is not supported"),
+    ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p is not supported"),
+    ({"sft": True}, "--sft is for text; drop it, and use --latent-data"),
+    ({"profile": True, "profile_step_start": 5, "profile_step_end": 5},
+     "--profile-step-end must be above --profile-step-start 5, got 5"),
+    ({"use_pytorch_profiler": True}, "--use-pytorch-profiler needs --profile"),
     ({"use_rotary_position_embeddings": True}, "is not supported; use --dit-position rope"),
     *[({"dsv_sparse_stage": stage, "dsv_selection_rule": rule, "dsv_score_reduction": "max"},
        f"--dsv-selection-rule {rule} sums scores, so it needs --dsv-score-reduction mass or lse, got max; ")
@@ -159,6 +167,7 @@ def test_the_configuration_knows_which_rules_sum_scores():
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs CUDA, which this host does not have; use gloo"),
+    ({"profile": True}, "--profile needs CUDA, which this host does not have; add --use-pytorch-profiler"),
     ({"async_save": True}, "--async-save needs CUDA, which this host does not have; drop it"),
     ({"dsv_sparse_backend": "triton"}, "--dsv-sparse-backend triton needs CUDA, which this host does not have; use "),
 ])
@@ -177,6 +186,12 @@ def test_triton_runs_on_a_cpu_under_its_interpreter(parsed, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_host(argparse.Namespace(**vars(parsed) | {"distributed_backend": "gloo", "dsv_sparse_backend": "triton"}))
+
+
+def test_files_that_are_read_must_exist(parsed, tmp_path):
+    with pytest.raises(ValueError, match=r"--nccl-communicator-config-path must be a file, got .*none, which does not"):
+        check_host(argparse.Namespace(**vars(parsed) | {"distributed_backend": "gloo",
+                                                        "nccl_communicator_config_path": str(tmp_path / "none")}))
 
 
 @pytest.mark.parametrize("name", ["save", "tensorboard_dir"])
@@ -202,13 +217,17 @@ def test_output_folders_must_be_writable_folders(parsed, name, tmp_path, monkeyp
     (["--save", ""], "--save must not be empty, got ''; leave the flag out"),
     (["--save="], "--save must not be empty, got ''"),
     (["--no-position-embedding"], "megatron-core refuses the arguments: --no-position-embedding is deprecated"),
+    (["--attention-backend", "local"], "--attention-backend local is not supported; use --dsv-dense-backend"),
+    (["--lr"], "--lr: expected one argument"),
     # Megatron refuses this one in the configuration of the model, which a launch builds once its ranks have met.
-    (["--softmax-type", "learnable"], "--softmax-type learnable is not supported"),
+    (["--tensor-model-parallel-size", "2", "--sequence-parallel", "--distribute-saved-activations",
+      "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+     "megatron-core refuses the arguments: distribute_saved_activations: True must be false"),
     (["--log-memory-interval", "3", "--log-interval", "2"], "megatron-core refuses the arguments: "
      "args.log_memory_interval % args.log_interval == 0, got --log-memory-interval 3, --log-interval 2"),
 ])
 def test_through_the_parser(flags, words):
     with pytest.raises((ValueError, NotImplementedError)) as caught:
-        arguments.dry_parse([*BASE, *flags], 1)
+        arguments.dry_parse([*BASE, *flags], 2)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
