@@ -40,6 +40,8 @@ def _check_devices(args: argparse.Namespace) -> None:
         raise ValueError("--distributed-backend nccl needs CUDA, which this host does not have; use gloo")
     if args.async_save:
         raise NotImplementedError("--async-save needs CUDA, which this host does not have; drop it")
+    if args.gpu_sniff_test_interval is not None:
+        raise ValueError("--gpu-sniff-test-interval needs CUDA, which this host does not have; drop it")
     if args.profile and not args.use_pytorch_profiler:
         raise ValueError("--profile needs CUDA, which this host does not have; add --use-pytorch-profiler")
     for name in ("dsv_sparse_backend", "dsv_dense_backend"):

@@ -167,6 +167,7 @@ def test_the_configuration_knows_which_rules_sum_scores():
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs CUDA, which this host does not have; use gloo"),
+    ({"gpu_sniff_test_interval": 1}, "--gpu-sniff-test-interval needs CUDA, which this host does not have; drop it"),
     ({"profile": True}, "--profile needs CUDA, which this host does not have; add --use-pytorch-profiler"),
     ({"async_save": True}, "--async-save needs CUDA, which this host does not have; drop it"),
     ({"dsv_sparse_backend": "triton"}, "--dsv-sparse-backend triton needs CUDA, which this host does not have; use "),
