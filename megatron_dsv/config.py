@@ -86,10 +86,11 @@ class DSVConfig:
         0.9, "weight of the old value in the running profile.", minimum=0, below=1)
     dsv_keep_own_block: bool = knob(True, "always keep the key blocks that hold the query group's own tokens.")
     dsv_sparse_backend: str = knob(
-        "auto", "kernel of sparse attention; auto is triton on a GPU and reference on a CPU.",
-        choices=("auto", "reference", "triton"))
-    dsv_dense_backend: str = knob("auto", "kernel of dense attention; auto is sdpa.",
-                                  choices=("auto", "sdpa", "reference"))
+        "auto", "kernel of sparse attention; auto is the fastest measured one that can serve on a GPU, and reference "
+        "on a CPU.", choices=("auto", "reference", "triton", "flash4", "cudnn"))
+    dsv_dense_backend: str = knob(
+        "auto", "kernel of dense attention; auto is the fastest measured one that can serve.",
+        choices=("auto", "sdpa", "flash4", "reference"))
     dsv_deterministic: bool = knob(False, "bitwise repeatable attention gradients.")
     dsv_freeze_selection: bool = knob(
         False, "select by fixed pseudo-random scores of layer and head in place of predicted ones: the same selection "

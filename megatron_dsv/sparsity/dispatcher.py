@@ -6,9 +6,11 @@ reason, so that a run can say why a layer is dense.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from megatron_dsv.kernels import timings
+from megatron_dsv.kernels.library import installed
 
 DEFAULT_DENSE_ABOVE = 0.5
 """Kept share up to which a layer is sparse where its shape was not measured.
@@ -20,8 +22,8 @@ density; selection, list inversion and predictors come on top. Other kernels and
 """
 
 REQUIRED_SPEEDUP = 1.1
-"""Dense over sparse kernel time that a layer must promise: the tables time the kernels alone, without selection, list
-inversion and predictors, and some of their sparse rows come from short runs on a cool chip."""
+"""Dense time over selection and sparse attention that a layer must promise: real lists are skewed where the measured
+ones were uniform, which may cost a tenth."""
 
 
 class Decision(NamedTuple):
@@ -32,11 +34,12 @@ class Decision(NamedTuple):
 
 
 def use_sparse(keep_ratio: float, *, num_tokens: int, num_heads: int, head_dim: int, q_block_size: int,
-               kv_block_size: int, dense_above: float | None = None, device: str | None = None) -> Decision:
+               kv_block_size: int, dense_above: float | None = None, device: str | None = None,
+               sparse_backend: str = "auto", dense_backend: str = "auto") -> Decision:
     """Decide for one layer.
 
-    A given ``dense_above`` decides alone. Without it, the times of ``kernels.timings`` decide where this device, head
-    size, granularity and length were measured, else ``DEFAULT_DENSE_ABOVE``.
+    A given ``dense_above`` decides alone. Without it, the times of ``kernels.timings``, selection included, decide
+    where this device, head size, granularity and length were measured, else ``DEFAULT_DENSE_ABOVE``.
 
     Args:
         keep_ratio: kept share of the layer's blocks, mean over its heads, in (0, 1].
@@ -48,6 +51,7 @@ def use_sparse(keep_ratio: float, *, num_tokens: int, num_heads: int, head_dim: 
         dense_above: in [0, 1] (``--dsv-dense-above``); a layer that keeps more than this is dense. 1 makes every layer
             sparse, 0 none.
         device: name of the device as torch.cuda.get_device_name gives it; None for a CPU.
+        sparse_backend, dense_backend: what the layer will run on; "auto" is the fastest whose package is installed.
 
     Raises:
         ValueError: a share out of range.
@@ -58,25 +62,38 @@ def use_sparse(keep_ratio: float, *, num_tokens: int, num_heads: int, head_dim: 
         if not 0.0 <= dense_above <= 1.0:
             raise ValueError(f"--dsv-dense-above must be in [0, 1], got {dense_above}")
         return _by_threshold(keep_ratio, dense_above, "--dsv-dense-above")
-    if device is None or not _measured(device, num_tokens, head_dim, q_block_size, kv_block_size):
+    if device is None:
         return _by_threshold(keep_ratio, DEFAULT_DENSE_ABOVE, "the default where nothing was measured")
-    dense = sum(timings.dense_ms(device, tokens=num_tokens, heads=num_heads, head_dim=head_dim))
-    sparse = sum(timings.sparse_ms(device, tokens=num_tokens, heads=num_heads, head_dim=head_dim, density=keep_ratio,
-                                   q_block_size=q_block_size, kv_block_size=kv_block_size))
-    faster = sparse * REQUIRED_SPEEDUP <= dense
-    return Decision(faster, f"{'sparse' if faster else 'dense'}: kernels on {device} take {sparse:.3g} ms sparse at "
-                            f"keep ratio {keep_ratio:.3f}, {dense:.3g} ms dense")
+    return _by_cost(keep_ratio, num_tokens, num_heads, head_dim, q_block_size, kv_block_size, device, sparse_backend,
+                    dense_backend)
 
 
-def _measured(device: str, num_tokens: int, head_dim: int, q_block_size: int, kv_block_size: int) -> bool:
-    """Whether the tables hold this case but for its length, and its length lies between two measured ones.
-
-    The lookups take the nearest row however far it is: right for a rough plan, not for choosing between two kernels.
-    """
+@functools.lru_cache(maxsize=4096)
+def _by_cost(keep_ratio: float, num_tokens: int, num_heads: int, head_dim: int, q_block_size: int, kv_block_size: int,
+             device: str, sparse_backend: str, dense_backend: str) -> Decision:
+    shape = {"tokens": num_tokens, "heads": num_heads, "head_dim": head_dim}
+    dense = timings.dense_costs(device, **shape, backends=_usable(timings.DENSE, device, dense_backend))
+    sparse = timings.sparse_costs(device, **shape, density=keep_ratio, q_block_size=q_block_size,
+                                  kv_block_size=kv_block_size, backends=_usable(timings.SPARSE, device, sparse_backend))
     lengths = [row.tokens for row in timings.DENSE.get(device, ()) if row.head_dim == head_dim]
-    sparse = any((row.head_dim, row.q_block_size, row.kv_block_size) == (head_dim, q_block_size, kv_block_size)
-                 for row in timings.SPARSE.get(device, ()))
-    return sparse and bool(lengths) and min(lengths) <= num_tokens <= max(lengths)
+    if not dense or not sparse or device not in timings.SELECTION or num_tokens > max(lengths):
+        return _by_threshold(keep_ratio, DEFAULT_DENSE_ABOVE, "the default where nothing was measured")
+    if num_tokens < min(lengths):
+        return Decision(False, f"dense: {num_tokens} tokens are fewer than were measured, {min(lengths)}")
+    # Dense attention takes one backend for both passes; sparse attention chooses for each.
+    dense_ms = min(map(sum, dense.values()))
+    sparse_ms = min(cost.forward for cost in sparse.values()) + min(cost.backward for cost in sparse.values())
+    selection_ms = timings.selection_ms(device, tokens=num_tokens, heads=num_heads, q_block_size=q_block_size,
+                                        kv_block_size=kv_block_size)
+    faster = (sparse_ms + selection_ms) * REQUIRED_SPEEDUP <= dense_ms
+    return Decision(faster, f"{'sparse' if faster else 'dense'}: {device} takes {sparse_ms:.3g} ms sparse at keep "
+                            f"ratio {keep_ratio:.3f} and {selection_ms:.3g} ms to select, {dense_ms:.3g} ms dense")
+
+
+def _usable(table: dict, device: str, backend: str) -> tuple[str, ...]:
+    """Backends of a table that ``backend`` can mean on this host."""
+    names = dict.fromkeys(row.backend for row in table.get(device, ()))
+    return tuple(name for name in names if (installed(name) if backend == "auto" else name == backend))
 
 
 def _by_threshold(keep_ratio: float, threshold: float, source: str) -> Decision:

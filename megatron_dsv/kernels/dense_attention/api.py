@@ -8,18 +8,27 @@ Any strides with a last stride of 1; sk may differ from s.
 CPU is read on the host and k, v are sliced, which is the fast path; a tensor on the device is never waited for and
 becomes a mask. A batch item with length 0 gets out 0, lse -inf and zero gradients.
 
-Backends: ``reference`` (eager, exact, fp32 or fp64), ``sdpa`` (torch's fused kernels), ``auto`` (sdpa).
+Backends: ``reference`` (eager, exact, fp32 or fp64), ``sdpa`` (torch's fused kernels), ``flash4`` (flash-attn-4 on
+Hopper), ``auto`` (of the last two that can serve the request, the fastest measured for the pass; logged once).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
+from megatron_dsv.kernels import timings
 from megatron_dsv.kernels.attention_layout import check_backward, check_qkv, resolve_scale
-from megatron_dsv.kernels.dense_attention import reference, sdpa
+from megatron_dsv.kernels.dense_attention import flash4, reference, sdpa
+from megatron_dsv.kernels.library import device_name
 
-BACKENDS = ("auto", "reference", "sdpa")
+logger = logging.getLogger(__name__)
+_logged: set[tuple[str, tuple[str, ...], str]] = set()
+
+BACKENDS = ("auto", "reference", "sdpa", "flash4")
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor | None = None,
@@ -42,11 +51,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor 
         NotImplementedError: the backend cannot serve the request; the message names the way out.
     """
     scale = _check(q, k, v, kv_length, softmax_scale)
-    match backend:
+    match _resolve(backend, ("forward", "backward"), q, kv_length):
         case "reference":
             return reference.attention(q, k, v, kv_length, softmax_scale=scale)
-        case "sdpa" | "auto":
+        case "sdpa":
             return sdpa.attention(q, k, v, kv_length, softmax_scale=scale, deterministic=deterministic)
+        case "flash4":
+            return flash4.attention(q, k, v, kv_length, softmax_scale=scale, deterministic=deterministic)
         case _:
             raise _unknown(backend)
 
@@ -56,11 +67,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor | None =
             softmax_scale: float | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``dense_attention``."""
     scale = _check(q, k, v, kv_length, softmax_scale)
-    match backend:
+    match _resolve(backend, ("forward",), q, kv_length):
         case "reference":
             return reference.forward(q, k, v, kv_length, softmax_scale=scale)
-        case "sdpa" | "auto":
+        case "sdpa":
             return sdpa.forward(q, k, v, kv_length, softmax_scale=scale)
+        case "flash4":
+            return flash4.forward(q, k, v, kv_length, softmax_scale=scale)
         case _:
             raise _unknown(backend)
 
@@ -77,11 +90,14 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """
     scale = _check(q, k, v, kv_length, softmax_scale)
     check_backward(dout, q, out, lse)
-    match backend:
+    match _resolve(backend, ("backward",), q, kv_length):
         case "reference":
             return reference.backward(dout, q, k, v, out, lse, kv_length, softmax_scale=scale)
-        case "sdpa" | "auto":
+        case "sdpa":
             return sdpa.backward(dout, q, k, v, out, lse, kv_length, softmax_scale=scale, deterministic=deterministic)
+        case "flash4":
+            return flash4.backward(dout, q, k, v, out, lse, kv_length, softmax_scale=scale,
+                                   deterministic=deterministic)
         case _:
             raise _unknown(backend)
 
@@ -98,6 +114,54 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, soft
     elif kv_length is not None and not 0 <= kv_length <= sk:
         raise ValueError(f"kv_length must lie in [0, {sk}] for {sk} keys, got {kv_length}")
     return resolve_scale(softmax_scale, q)
+
+
+def _resolve(backend: str, passes: tuple[str, ...], q: Tensor, kv_length: int | Tensor | None) -> str:
+    """``backend``, or what ``auto`` means for these passes together. Raises where flash4 cannot serve."""
+    if backend not in ("auto", "flash4"):
+        return backend
+    reason = flash4.limit(q, kv_length)
+    if backend == "flash4":
+        if reason:
+            raise NotImplementedError(f"backend='flash4' {reason}; use backend='sdpa'")
+        return backend
+    if reason:
+        _log_choice("sdpa", passes, f"flash4 {reason}")
+        return "sdpa"
+    chosen, reason = _fastest(passes, device_name(q.device), q.shape[-1])
+    _log_choice(chosen, passes, reason)
+    return chosen
+
+
+def _fastest(passes: tuple[str, ...], device: str, head_dim: int) -> tuple[str, str]:
+    """(backend, reason), compared at one large shape, so that no new length changes the kernel."""
+    return _compare(passes, device, head_dim)
+
+
+# What torch.compiler.assume_constant_result sets; importing that loads triton.
+_fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _compare(passes: tuple[str, ...], device: str, head_dim: int) -> tuple[str, str]:
+    if device not in timings.DENSE:
+        return "sdpa", f"nothing was measured on {device}"
+
+    def cost(backend: str) -> float:
+        measured = timings.dense_ms(device, tokens=65536, heads=24, head_dim=head_dim, backends=(backend,))
+        return sum(getattr(measured, name) for name in passes)
+
+    times = {backend: cost(backend) for backend in ("flash4", "sdpa")}
+    numbers = ", ".join(f"{backend} {ms:.3g} ms" for backend, ms in times.items())
+    return (min(times, key=lambda backend: times[backend]),
+            f"it is the fastest at 65536 tokens, 24 heads of {head_dim} on {device} ({numbers})")
+
+
+def _log_choice(chosen: str, passes: tuple[str, ...], reason: str) -> None:
+    if not torch.compiler.is_compiling() and (chosen, passes, reason) not in _logged:
+        _logged.add((chosen, passes, reason))
+        logger.info("dense_attention: backend='auto' took %r for the %s because %s", chosen, " and ".join(passes),
+                    reason)
 
 
 def _unknown(backend: str) -> ValueError:

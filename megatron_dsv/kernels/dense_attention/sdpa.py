@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_dsv.kernels.dense_attention.lengths import host_lengths, join_batch, on_host, slice_batch
+
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
@@ -28,23 +30,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, *
             "(Megatron: --deterministic-mode); set that, or use backend='reference'")
     if isinstance(kv_length, int) and kv_length == 0:
         kv_length = torch.zeros(q.shape[1], dtype=torch.int32)
-    if isinstance(kv_length, Tensor) and (kv_length.device.type != "cpu" or not bool(kv_length.all())):
+    if isinstance(kv_length, Tensor) and (not on_host(kv_length) or not bool(kv_length.all())):
         return _attention_masked(q, k, v, kv_length, softmax_scale, deterministic)
-    parts = [_attention_whole(*_slice(batch, length, q, k, v), softmax_scale, deterministic)
-             for batch, length in _host_lengths(k, kv_length)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    parts = [_attention_whole(*slice_batch(batch, length, q, k, v), softmax_scale, deterministic)
+             for batch, length in host_lengths(k, kv_length)]
+    return join_batch(parts, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, *,
             softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse [b, h, s] of q [s, b, h, d] over k, v [sk, b, G, d]; records no gradient."""
     outs, lses = [], []
-    for batch, length in _host_lengths(k, kv_length):
-        queries, keys, values = (x.permute(1, 2, 0, 3) for x in _slice(batch, length, q, k, v))
+    for batch, length in _nonzero_lengths(k, kv_length):
+        queries, keys, values = (x.permute(1, 2, 0, 3) for x in slice_batch(batch, length, q, k, v))
         out, lse = _choose_pair(queries, keys)[0](queries, keys, values, softmax_scale)
         outs.append(out.permute(2, 0, 1, 3))
         lses.append(lse.reshape(lse.shape[0], q.shape[2], q.shape[0]))
-    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=1), torch.cat(lses))
+    return join_batch(outs, 1), join_batch(lses, 0)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_length: int | Tensor | None,
@@ -54,9 +56,9 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         raise NotImplementedError("backward of backend='sdpa' is not repeatable on CUDA; use backend='reference', or "
                                   "dense_attention under torch.use_deterministic_algorithms(True)")
     grads = []
-    for batch, length in _host_lengths(k, kv_length):
+    for batch, length in _nonzero_lengths(k, kv_length):
         queries, keys, values, douts, outs = (
-            x.permute(1, 2, 0, 3) for x in (*_slice(batch, length, q, k, v), dout[:, batch], out[:, batch]))
+            x.permute(1, 2, 0, 3) for x in (*slice_batch(batch, length, q, k, v), dout[:, batch], out[:, batch]))
         dq, dk, dv = _choose_pair(queries, keys)[1](douts, queries, keys, values, outs, lse[batch], softmax_scale)
         padding = (0, 0, 0, k.shape[0] - length)
         grads.append([dq, F.pad(dk, padding), F.pad(dv, padding)])
@@ -64,28 +66,16 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     return dq, dk, dv
 
 
-def _host_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice, int]]:
-    """(batch slice, key length) pairs, one for the whole batch when the lengths are equal."""
-    if isinstance(kv_length, Tensor):
-        if kv_length.device.type != "cpu":
-            raise NotImplementedError("forward and backward of backend='sdpa' need kv_length on the host; pass an int "
-                                      "or a CPU tensor, or use backend='reference'")
-        lengths = kv_length.tolist()
-        if len(set(lengths)) > 1:
-            return [(slice(i, i + 1), _nonzero(length)) for i, length in enumerate(lengths)]
-        return [(slice(None), _nonzero(lengths[0]))]
-    return [(slice(None), _nonzero(k.shape[0] if kv_length is None else kv_length))]
-
-
-def _nonzero(length: int) -> int:
-    if length == 0:
+def _nonzero_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice, int]]:
+    """``host_lengths``, of which none may be 0."""
+    if not on_host(kv_length):
+        raise NotImplementedError("forward and backward of backend='sdpa' need kv_length on the host; pass an int or a "
+                                  "CPU tensor, or use backend='reference'")
+    lengths = host_lengths(k, kv_length)
+    if not all(length for _, length in lengths):
         raise NotImplementedError("forward and backward of backend='sdpa' need at least one key, got kv_length 0; "
                                   "use backend='reference'")
-    return length
-
-
-def _slice(batch: slice, length: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, batch], k[:length, batch], v[:length, batch]
+    return lengths
 
 
 def _attention_whole(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, deterministic: bool) -> Tensor:

@@ -9,8 +9,10 @@ Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (
 dim. q, out, dout [s, b, h, d]; k, v [sk, b, G, d]; lse [b, h, s] natural log, fp32 (fp64 for fp64 inputs).
 Any strides with a last stride of 1; the outputs are contiguous. s and sk need not be multiples of the block sizes.
 
-Backends: ``reference`` (eager, exact, fp32 or fp64), ``triton`` (bf16, fp16, fp32; CUDA, or TRITON_INTERPRET=1 on the
-CPU), ``auto`` (triton on CUDA, reference elsewhere; logged once).
+Backends: ``reference`` (eager, exact, fp32 or fp64); ``triton`` (bf16, fp16, fp32; CUDA, or TRITON_INTERPRET=1 on the
+CPU); ``flash4`` (flash-attn-4: Hopper, 128 x 128 blocks) and ``cudnn`` (nvidia-cudnn-frontend: Hopper, 64 x 64 and
+128 x 128 blocks, bf16, head dim 128), which want finite padding within the block where the keys end; ``auto``
+(reference on the CPU; on CUDA, of those that can serve the request, the fastest measured for the pass; logged once).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from megatron_dsv.kernels.attention_layout import check_backward, check_qkv, resolve_scale
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention.choice import BACKENDS
 from megatron_dsv.kernels.sparse_attention.op import (
-    BACKENDS,
     flatten,
     sparse_attention_backward,
     sparse_attention_forward,
@@ -39,8 +41,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *,
             used more than once; the backward builds it otherwise.
         softmax_scale: default 1 / sqrt(d).
         backend: one of ``BACKENDS``.
-        deterministic: repeats must agree bitwise. Only token lists (kv_block_size 1) on ``triton`` need it: their dK
-            and dV use fp32 atomics otherwise, and run over the twin, slower, with it.
+        deterministic: repeats must agree bitwise. On ``triton`` only token lists (kv_block_size 1) need it: their dK
+            and dV use fp32 atomics otherwise, and run over the twin, slower, with it. ``flash4`` and ``cudnn`` refuse.
 
     Returns:
         out [s, b, h, d] in q's dtype.

@@ -7,8 +7,6 @@ dim. A selection travels flat: its tensors, its key-major twin's tensors (or Non
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import replace
 
 import torch
@@ -16,11 +14,8 @@ from torch import Tensor
 
 from megatron_dsv.kernels.attention_layout import lse_dtype
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.kernels.sparse_attention import reference
-
-logger = logging.getLogger(__name__)
-
-BACKENDS = ("auto", "reference", "triton")
+from megatron_dsv.kernels.sparse_attention import cudnn, flash4, reference
+from megatron_dsv.kernels.sparse_attention.choice import check_limits, choose
 
 _SELECTION = ("Tensor kv_indices, Tensor row_start, Tensor row_count, Tensor kv_length, Tensor? twin_indices, "
               "Tensor? twin_start, Tensor? twin_count, SymInt[] sizes")
@@ -57,12 +52,16 @@ def sparse_attention_forward(q, k, v, kv_indices, row_start, row_count, kv_lengt
                              sizes, softmax_scale, backend, deterministic):
     """out [s, b, h, d] and lse [b, h, s]; ``deterministic`` only travels on to the backward."""
     selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
-    match _resolve(backend, q.device.type):
+    match _resolve(backend, "forward", q, k, v, selection, deterministic):
         case "reference":
             return reference.forward(q, k, v, selection, softmax_scale=softmax_scale)
         case "triton":
             from megatron_dsv.kernels.sparse_attention.triton import launch
             return launch.forward(q, k, v, selection, softmax_scale=softmax_scale)
+        case "flash4":
+            return flash4.forward(q, k, v, selection, softmax_scale=softmax_scale)
+        case "cudnn":
+            return cudnn.forward(q, k, v, selection, softmax_scale=softmax_scale)
 
 
 @sparse_attention_forward.register_fake
@@ -80,13 +79,17 @@ def sparse_attention_backward(dout, q, k, v, out, lse, kv_indices, row_start, ro
                               twin_start, twin_count, sizes, softmax_scale, backend, deterministic):
     """dq [s, b, h, d], dk and dv [sk, b, G, d]."""
     selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
-    match _resolve(backend, q.device.type):
+    match _resolve(backend, "backward", q, k, v, selection, deterministic):
         case "reference":
             return reference.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale)
         case "triton":
             from megatron_dsv.kernels.sparse_attention.triton import launch
             return launch.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale,
                                    deterministic=deterministic)
+        case "flash4":
+            return flash4.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale)
+        case "cudnn":
+            return cudnn.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale)
 
 
 @sparse_attention_backward.register_fake
@@ -114,14 +117,9 @@ def _autograd_backward(ctx, dout: Tensor, _dlse: Tensor | None):
 sparse_attention_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _resolve(backend: str, device_type: str) -> str:
-    if backend != "auto":
-        return backend
-    chosen = "triton" if device_type == "cuda" else "reference"
-    _log_choice(chosen, device_type)
-    return chosen
-
-
-@functools.cache
-def _log_choice(chosen: str, device_type: str) -> None:
-    logger.info("sparse_attention: backend='auto' took %r because the tensors lie on a %s device", chosen, device_type)
+def _resolve(backend: str, pass_name: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelection,
+             deterministic: bool) -> str:
+    if backend == "auto":
+        return choose(pass_name, q, k, v, selection, deterministic)
+    check_limits(backend, q, k, v, selection, deterministic)
+    return backend

@@ -117,7 +117,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
 
 
 @pytest.mark.parametrize(("kwargs", "error", "message"), [
-    ({"backend": "flash9"}, ValueError, "must be one of auto, reference, sdpa, got 'flash9'"),
+    ({"backend": "flash9"}, ValueError, "must be one of auto, reference, sdpa, flash4, got 'flash9'"),
     ({"kv_length": 99}, ValueError, r"kv_length must lie in \[0, 19\] for 19 keys, got 99"),
     ({"kv_length": torch.tensor([20], dtype=torch.int32)}, ValueError, r"kv_length must lie in \[0, 19\].*got \[20\]"),
     ({"kv_length": torch.tensor([1, 2])}, ValueError, r"kv_length must be an int32 tensor of shape \(1,\)"),

@@ -8,7 +8,7 @@ import torch
 from megatron_dsv.kernels import eager_attention
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.selection import from_block_mask
-from megatron_dsv.kernels.sparse_attention import api, op
+from megatron_dsv.kernels.sparse_attention import api, choice, op
 from megatron_dsv.testing.attention_oracle import AttentionCase, oracle, random_qkv, random_selection, token_mask
 
 GRANULARITIES = [(64, 64), (128, 128), (128, 64), (32, 16), (64, 1), (16, 8), (24, 40)]
@@ -185,7 +185,7 @@ def test_misuse_says_what_is_allowed():
     case = AttentionCase(s=32, sk=32, b=1, h=2, heads_kv=2, d=16, q_block=16, kv_block=16)
     selection, _ = random_selection(case)
     q, k, v, _ = random_qkv(case, dtype=torch.float32)
-    with pytest.raises(ValueError, match="must be one of auto, reference, triton, got 'cuda'"):
+    with pytest.raises(ValueError, match="must be one of auto, reference, triton, flash4, cudnn, got 'cuda'"):
         api.sparse_attention(q, k, v, selection, backend="cuda")
     with pytest.raises(ValueError, match="for the 31 queries and 32 keys passed, got num_queries=32, num_keys=32"):
         api.sparse_attention(q[:31], k, v, selection)
@@ -202,9 +202,9 @@ def test_auto_logs_once_what_it_took(caplog):
     case = AttentionCase(s=32, sk=32, b=1, h=2, heads_kv=2, d=16, q_block=16, kv_block=16)
     selection, _ = random_selection(case)
     q, k, v, _ = random_qkv(case)
-    op._log_choice.cache_clear()
-    with caplog.at_level("INFO", logger=op.__name__):
+    choice._logged.clear()
+    with caplog.at_level("INFO", logger=choice.__name__):
         api.sparse_attention(q, k, v, selection)
         api.sparse_attention(q, k, v, selection)
     assert [r.message for r in caplog.records] == [
-        "sparse_attention: backend='auto' took 'reference' because the tensors lie on a cpu device"]
+        "sparse_attention: backend='auto' took 'reference' for the forward because the tensors lie on a cpu device"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_dsv.kernels import timings
+from megatron_dsv.kernels.timing_rows import DenseRow, SelectionRow, SparseRow
+from megatron_dsv.sparsity import dispatcher
 from megatron_dsv.sparsity.dispatcher import DEFAULT_DENSE_ABOVE, use_sparse
 
 SHAPE = {"num_tokens": 4096, "num_heads": 8, "head_dim": 64, "q_block_size": 64, "kv_block_size": 64}
@@ -12,11 +14,20 @@ SHAPE = {"num_tokens": 4096, "num_heads": 8, "head_dim": 64, "q_block_size": 64,
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A device on which dense takes 11 ms and sparse 20 ms at full density: with 10% to spare, even at one half."""
-    dense = (timings.DenseRow(4096, 8, 64, 4.0, 7.0), timings.DenseRow(8192, 8, 64, 16.0, 28.0))
-    sparse = (timings.SparseRow(64, 64, 4096, 8, 64, 0.25, 2.0, 3.0),)
+    """A device on which dense takes 11 ms and sparse 19 ms at full density, 0.6 ms of selection apart."""
+    def rows(backend, forward, backward):
+        return tuple(SparseRow(backend, 64, 64, 4096, 8, 64, density, forward * density, backward * density)
+                     for density in (0.01, 1.0))
+
+    dense = (DenseRow("sdpa", 4096, 8, 64, 4.0, 7.0), DenseRow("sdpa", 8192, 8, 64, 16.0, 28.0),
+             DenseRow("flash4", 4096, 8, 64, 2.0, 3.0))
     monkeypatch.setattr(timings, "DENSE", {"toy": dense})
-    monkeypatch.setattr(timings, "SPARSE", {"toy": sparse})
+    monkeypatch.setattr(timings, "SPARSE", {"toy": rows("triton", 8.0, 11.0) + rows("cudnn", 4.0, 12.0)})
+    monkeypatch.setattr(timings, "SELECTION", {"toy": (SelectionRow(64, 64, 4096, 8, 0.6),)})
+    monkeypatch.setattr(dispatcher, "installed", lambda backend: backend in ("sdpa", "triton"))
+    dispatcher._by_cost.cache_clear()
+    yield
+    dispatcher._by_cost.cache_clear()
 
 
 def test_a_given_threshold_decides_alone_and_includes_itself(measured):
@@ -28,15 +39,35 @@ def test_a_given_threshold_decides_alone_and_includes_itself(measured):
     assert not use_sparse(1e-6, dense_above=0.0, device="toy", **SHAPE).sparse
 
 
-def test_measured_times_decide_with_something_to_spare(measured):
-    assert use_sparse(0.499, device="toy", **SHAPE).sparse
-    assert use_sparse(0.501, device="toy", **SHAPE) == (
-        False, "dense: kernels on toy take 10 ms sparse at keep ratio 0.501, 11 ms dense")
-    assert use_sparse(0.499, device="toy", **(SHAPE | {"num_tokens": 6000, "num_heads": 3})).sparse
+def test_measured_times_with_selection_decide_with_something_to_spare(measured):
+    # 11 / 1.1 = 10 = 19 * 0.4947 + 0.6
+    assert use_sparse(0.494, device="toy", **SHAPE).sparse
+    assert use_sparse(0.495, device="toy", **SHAPE) == (
+        False, "dense: toy takes 9.4 ms sparse at keep ratio 0.495 and 0.6 ms to select, 11 ms dense")
+    assert use_sparse(0.4, device="toy", **(SHAPE | {"num_tokens": 6000, "num_heads": 3})).sparse
+
+
+def test_only_backends_that_will_run_count(measured, monkeypatch):
+    def break_even(**backends):
+        dispatcher._by_cost.cache_clear()
+        return max((keep / 100 for keep in range(1, 101)
+                    if use_sparse(keep / 100, device="toy", **SHAPE, **backends).sparse), default=0.0)
+
+    assert break_even() == break_even(sparse_backend="triton", dense_backend="sdpa") == 0.49
+    assert break_even(sparse_backend="cudnn") == 0.58
+    monkeypatch.setattr(dispatcher, "installed", lambda backend: True)
+    assert break_even(dense_backend="sdpa") == 0.62
+    assert break_even() == 0.26
+    assert use_sparse(0.4, device="toy", **SHAPE, sparse_backend="reference").reason.endswith("nothing was measured")
+
+
+def test_shorter_than_measured_is_dense(measured):
+    assert use_sparse(0.01, device="toy", **(SHAPE | {"num_tokens": 2048})) == (
+        False, "dense: 2048 tokens are fewer than were measured, 4096")
 
 
 @pytest.mark.parametrize("change", [
-    {"device": None}, {"device": "other"}, {"num_tokens": 2048}, {"num_tokens": 16384}, {"head_dim": 128},
+    {"device": None}, {"device": "other"}, {"num_tokens": 16384}, {"head_dim": 128},
     {"kv_block_size": 32}, {"q_block_size": 128}])
 def test_what_was_not_measured_falls_to_the_default_and_says_so(measured, change):
     arguments = SHAPE | {"device": "toy"} | change
@@ -46,15 +77,25 @@ def test_what_was_not_measured_falls_to_the_default_and_says_so(measured, change
     assert "nothing was measured" in above.reason
 
 
-def test_the_shipped_h200_rows_keep_coarse_blocks_sparse_longer_than_tokens():
-    shape = {"num_tokens": 65536, "num_heads": 24, "head_dim": 128, "device": "NVIDIA H200"}
-    break_even = {
-        blocks: max(keep / 100 for keep in range(1, 101)
-                    if use_sparse(keep / 100, q_block_size=blocks[0], kv_block_size=blocks[1], **shape).sparse)
-        for blocks in ((64, 64), (128, 1), (64, 1))}
-    dense = 85.2 + 244.1
-    for blocks, full in (((64, 64), 45.44 / 0.0996), ((128, 1), 69.3 / 0.0996), ((64, 1), 118.6 / 0.0996)):
-        assert break_even[blocks] == pytest.approx(dense / 1.1 / full, abs=0.01)
+def test_the_shipped_h200_rows_never_promise_what_they_do_not_hold(monkeypatch):
+    monkeypatch.setattr(dispatcher, "installed", lambda backend: True)
+    dispatcher._by_cost.cache_clear()
+    for tokens, heads, blocks in ((4096, 24, 128), (16384, 24, 64), (65536, 24, 64), (65536, 24, 128), (65536, 3, 128)):
+        shape = {"tokens": tokens, "heads": heads, "head_dim": 128}
+        granularity = {"q_block_size": blocks, "kv_block_size": blocks}
+        dense = sum(timings.dense_ms("NVIDIA H200", **shape))
+        chosen = []
+        for keep in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0):
+            decision = use_sparse(keep, num_tokens=tokens, num_heads=heads, head_dim=128, device="NVIDIA H200",
+                                  **granularity)
+            chosen.append(decision.sparse)
+            if decision.sparse:
+                cost = sum(timings.sparse_ms("NVIDIA H200", **shape, density=keep, **granularity))
+                assert cost + timings.selection_ms("NVIDIA H200", tokens=tokens, heads=heads, **granularity) < dense
+        assert chosen == sorted(chosen, reverse=True)
+        assert not chosen[-1]
+        assert chosen[2] or tokens < 16384
+    dispatcher._by_cost.cache_clear()
 
 
 @pytest.mark.parametrize(("keep", "above", "message"), [
