@@ -70,9 +70,14 @@ class Selector:
         keep = self.keep_ratio()
         if math.isnan(keep):
             return False
+        dsv = self.dsv
+        # Of the kernels under auto, only the Triton ones repeat bitwise.
+        repeatable = dsv.dsv_deterministic and dsv.dsv_sparse_backend == "auto"
         return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
-                          q_block_size=self.dsv.dsv_q_block_size, kv_block_size=self.dsv.dsv_kv_block_size,
-                          dense_above=self.dsv.dsv_dense_above, device=device_name()).sparse
+                          q_block_size=dsv.dsv_q_block_size, kv_block_size=dsv.dsv_kv_block_size,
+                          dense_above=dsv.dsv_dense_above, device=device_name(),
+                          sparse_backend="triton" if repeatable else dsv.dsv_sparse_backend,
+                          dense_backend=dsv.dsv_dense_backend).sparse
 
     def window(self, layout: TokenLayout, batch: int, device: torch.device) -> KVSelection:
         """The window baseline of ``layout``, with its key-major twin; built once a shape."""
