@@ -40,6 +40,8 @@ class KVSelection:
             In a twin ``num_queries`` and ``num_keys`` (and the block sizes) keep their meaning; only the row axis and
             the meaning of the entries swap. ``row_start`` has shape [b, h, Nk]. Dense rows of the original appear in
             the twin as ordinary entries.
+        max_entries: host-side upper bound of the entries of all rows together, dense rows included; None knows no
+            better than ``max_row_count`` for every row. It bounds the memory of the twin.
     """
 
     kv_indices: Tensor
@@ -52,6 +54,7 @@ class KVSelection:
     kv_block_size: int
     max_row_count: int
     transposed: KVSelection | None = field(default=None)
+    max_entries: int | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("kv_indices", torch.int32), ("row_start", torch.int64), ("row_count", torch.int32),
@@ -75,6 +78,12 @@ class KVSelection:
     def num_kv_blocks(self) -> int:
         """Key/value blocks: ceil(num_keys / kv_block_size)."""
         return -(-self.num_keys // self.kv_block_size)
+
+    @property
+    def entries_bound(self) -> int:
+        """Upper bound of the entries of all rows together."""
+        rows = self.row_start.numel() * max(0, self.max_row_count)
+        return rows if self.max_entries is None else min(rows, self.max_entries)
 
     def padded(self, fill: int = -1) -> tuple[Tensor, Tensor]:
         """Indices as a rectangle, for backends that want one.
@@ -113,6 +122,10 @@ class KVSelection:
         """This selection with its key-major twin attached, built on the device without a host synchronisation."""
         if self.transposed is not None:
             return self
+        if self.row_start.is_cuda:
+            # The mechanism of one device type; nothing else of this module needs Triton.
+            from megatron_dsv.kernels.block_selection.triton.launch import transpose
+            return replace(self, transposed=transpose(self))
         return replace(self, transposed=_transpose(self))
 
 

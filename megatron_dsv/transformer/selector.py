@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.kernels.block_scores.api import block_scores
+from megatron_dsv.kernels.block_scores.api import ChunkedScores, chunked_block_scores
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.sparsity.budget import head_budgets
 from megatron_dsv.sparsity.dispatcher import use_sparse
@@ -111,12 +111,14 @@ class Selector:
             num_queries: query tokens that go with the Nq groups, padding included.
         """
         dsv, num_keys = self.dsv, k_lr.shape[0]
+        scores: Tensor | ChunkedScores
         if dsv.dsv_freeze_selection:
             scores = self._frozen_scores(head_ids, q_lr.shape[1], query_group_ids, num_keys, q_lr.device)
         else:
-            scores = block_scores(q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
-                                  proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction,
-                                  softmax_scale=k_lr.shape[-1]**-0.5)
+            scores = chunked_block_scores(
+                q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
+                proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction,
+                softmax_scale=k_lr.shape[-1]**-0.5)
         budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
         if budgets is not None:
             budgets = [budgets[head - self.query_heads.start] for head in head_ids]

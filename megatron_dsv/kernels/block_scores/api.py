@@ -3,9 +3,9 @@
 A query group is represented by P proxies, each the mean of one of P equal sub-chunks of its low-rank queries. Several
 proxies, each with its own softmax, keep far more recall than one mean query.
 
-Backends of ``block_scores``: ``reference`` (torch, exact, differentiable), ``triton`` (bf16, fp16, fp32; ranks up to
-256; no gradients; CUDA, or TRITON_INTERPRET=1 on the CPU), ``auto`` (on CUDA triton where it can serve the request,
-reference elsewhere; logged once).
+Backends: ``reference`` (torch, exact, differentiable), ``triton`` (bf16, fp16, fp32; ranks up to 256; no gradients;
+CUDA, or TRITON_INTERPRET=1 on the CPU), ``auto`` (on CUDA triton where it can serve the request, reference elsewhere;
+logged once).
 
 Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (h % G == 0), r predictor rank,
 P proxies per query group, Nq query groups, Nk key/value blocks.
@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +30,72 @@ REDUCTIONS = ("mass", "lse", "max")
 BACKENDS = ("auto", "reference", "triton")
 
 
-def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1,
-                 query_length: int | Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class ScoreChunk:
+    """Scores [pairs, groups, Nk] of the (batch, head) pairs from ``first_pair`` and the groups from ``first_group``."""
+
+    first_pair: int
+    first_group: int
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkedScores:
+    """Scores [b, h, Nq, Nk] that are computed part by part, when they are iterated.
+
+    Attributes:
+        shape: (b, h, Nq, Nk).
+        device: where the chunks will lie.
+        chunks: starts a pass over all rows; every chunk is fp32 and contiguous.
+    """
+
+    shape: tuple[int, int, int, int]
+    device: torch.device
+    chunks: Callable[[], Iterator[ScoreChunk]]
+
+    def __iter__(self) -> Iterator[ScoreChunk]:
+        return self.chunks()
+
+    def whole(self) -> Tensor:
+        """All scores at once, fp32 [b, h, Nq, Nk]."""
+        out = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        for chunk in self:
+            pairs, groups, _ = chunk.scores.shape
+            rows = out.flatten(0, 1)[chunk.first_pair:chunk.first_pair + pairs]
+            rows[:, chunk.first_group:chunk.first_group + groups] = chunk.scores
+        return out
+
+
+def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1, query_length: int | Tensor | None = None,
+                 backend: str = "auto") -> Tensor:
     """Mean of the valid tokens of each of the ``proxies`` equal sub-chunks of each query group.
 
     Args:
         q_lr: [s, b, h, r].
         q_block_size: tokens per query group, a multiple of ``proxies``; the last group may be ragged.
         query_length: queries at or after it are padding: None, an int, or an integer tensor [b] (never waited for).
+        backend: one of ``BACKENDS``; ``auto`` takes ``reference`` when autograd records.
 
     Returns:
         [Nq * P, b, h, r] in q_lr's dtype, accumulated in fp32 (fp64 for fp64); a chunk without valid tokens is 0.
 
     Raises:
-        ValueError: shapes or sizes do not fit.
+        ValueError: shapes, sizes or backend do not fit.
+        NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     if q_lr.dim() != 4:
         raise ValueError(f"q_lr must be [s, b, h, r], got {tuple(q_lr.shape)}")
     if proxies < 1 or q_block_size < 1 or q_block_size % proxies:
         raise ValueError(f"proxies must divide q_block_size, got proxies={proxies}, q_block_size={q_block_size}")
     length = _length("query_length", query_length, q_lr.shape[0], (q_lr.shape[1],), q_lr.device)
-    return reference.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
+    match _resolve("pool_queries", backend, q_lr):
+        case "reference":
+            return reference.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
+        case "triton":
+            from megatron_dsv.kernels.block_scores.triton import launch
+            return launch.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
+        case _:
+            raise ValueError(f"backend of pool_queries must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1, reduction: str = "mass",
@@ -71,12 +119,51 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
     Returns:
         fp32 [b, h, Nq, Nk]. A block of padding alone gets 0 for ``mass`` and -inf otherwise. The matrix product runs
         in the inputs' dtype with fp32 results. ``reference`` holds no temporary above 256 MiB unless one group of all
-        heads exceeds it; ``triton`` stores no logits.
+        heads exceeds it; ``triton`` stores no logits, and takes 2^x within 1e-4 where logits are moderate.
 
     Raises:
         ValueError: shapes, sizes, reduction or backend do not fit.
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
+    arguments = _checked(q_pooled, k_lr, kv_block_size, proxies, reduction, kv_length, softmax_scale)
+    match _resolve("block_scores", backend, q_pooled, k_lr):
+        case "reference":
+            return reference.block_scores(**arguments)
+        case "triton":
+            from megatron_dsv.kernels.block_scores.triton import launch
+            return launch.block_scores(**arguments)
+        case _:
+            raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1,
+                         reduction: str = "mass", kv_length: int | Tensor | None = None,
+                         softmax_scale: float | None = None, backend: str = "auto") -> ChunkedScores:
+    """``block_scores``, bit for bit, but computed when consumed, and never all of them at once on ``triton``.
+
+    Arguments and errors as in ``block_scores``; a chunk takes part of the heads or of the groups.
+    """
+    arguments = _checked(q_pooled, k_lr, kv_block_size, proxies, reduction, kv_length, softmax_scale)
+    rows, b, h, _ = q_pooled.shape
+    shape = (b, h, rows // proxies, -(-k_lr.shape[0] // kv_block_size))
+    match _resolve("block_scores", backend, q_pooled, k_lr):
+        case "reference":
+            def chunks() -> Iterator[ScoreChunk]:
+                yield ScoreChunk(0, 0, reference.block_scores(**arguments).flatten(0, 1))
+        case "triton":
+            from megatron_dsv.kernels.block_scores.triton import launch
+
+            def chunks() -> Iterator[ScoreChunk]:
+                for chunk, scores in launch.score_chunks(**arguments):
+                    yield ScoreChunk(chunk.first_pair, chunk.first_group, scores)
+        case _:
+            raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return ChunkedScores(shape, k_lr.device, chunks)
+
+
+def _checked(q_pooled: Tensor, k_lr: Tensor, kv_block_size: int, proxies: int, reduction: str,
+             kv_length: int | Tensor | None, softmax_scale: float | None) -> dict[str, Any]:
+    """The arguments of a backend."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if q_pooled.dim() != 4 or k_lr.dim() != 4:
@@ -91,37 +178,30 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
     if kv_block_size < 1:
         raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
     length = _length("kv_length", kv_length, sk, (b, heads_kv), k_lr.device)
-    scale = r ** -0.5 if softmax_scale is None else float(softmax_scale)
-    match _resolve(backend, q_pooled, k_lr):
-        case "reference":
-            return reference.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
-                                          reduction=reduction, softmax_scale=scale)
-        case "triton":
-            from megatron_dsv.kernels.block_scores.triton import launch
-            return launch.block_scores(q_pooled, k_lr, length, kv_block_size=kv_block_size, proxies=proxies,
-                                       reduction=reduction, softmax_scale=scale)
-        case _:
-            raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return {"q_pooled": q_pooled, "k_lr": k_lr, "kv_length": length, "kv_block_size": kv_block_size,
+            "proxies": proxies, "reduction": reduction,
+            "softmax_scale": r ** -0.5 if softmax_scale is None else float(softmax_scale)}
 
 
-def _resolve(backend: str, q_pooled: Tensor, k_lr: Tensor) -> str:
+def _resolve(op: str, backend: str, *inputs: Tensor) -> str:
     if backend != "auto":
         return backend
-    if q_pooled.device.type != "cuda":
-        chosen, reason = "reference", f"the tensors lie on a {q_pooled.device.type} device"
-    elif torch.is_grad_enabled() and (q_pooled.requires_grad or k_lr.requires_grad):
+    first = inputs[0]
+    if first.device.type != "cuda":
+        chosen, reason = "reference", f"the tensors lie on a {first.device.type} device"
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         chosen, reason = "reference", "autograd records"
-    elif q_pooled.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q_pooled.shape[-1] > 256:
-        chosen, reason = "reference", f"triton does not take {q_pooled.dtype} of rank {q_pooled.shape[-1]}"
+    elif first.dtype not in (torch.bfloat16, torch.float16, torch.float32) or first.shape[-1] > 256:
+        chosen, reason = "reference", f"triton does not take {first.dtype} of rank {first.shape[-1]}"
     else:
         chosen, reason = "triton", "the tensors lie on a cuda device"
-    _log_choice(chosen, reason)
+    _log_choice(op, chosen, reason)
     return chosen
 
 
 @functools.cache
-def _log_choice(chosen: str, reason: str) -> None:
-    logger.info("block_scores: backend='auto' took %r because %s", chosen, reason)
+def _log_choice(op: str, chosen: str, reason: str) -> None:
+    logger.info("%s: backend='auto' took %r because %s", op, chosen, reason)
 
 
 def _length(name: str, length: int | Tensor | None, tokens: int, shape: tuple[int, ...],

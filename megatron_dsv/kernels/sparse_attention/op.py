@@ -2,7 +2,7 @@
 
 Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, Nq query groups, Nk key blocks, d head
 dim. A selection travels flat: its tensors, its key-major twin's tensors (or None), and its sizes
-[num_queries, num_keys, q_block_size, kv_block_size, max_row_count].
+[num_queries, num_keys, q_block_size, kv_block_size, max_row_count, entries_bound].
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def flatten(selection: KVSelection) -> tuple:
     twin = selection.transposed
     twin_tensors = (None, None, None) if twin is None else (twin.kv_indices, twin.row_start, twin.row_count)
     sizes = [selection.num_queries, selection.num_keys, selection.q_block_size, selection.kv_block_size,
-             selection.max_row_count]
+             selection.max_row_count, selection.entries_bound]
     return (selection.kv_indices, selection.row_start, selection.row_count, selection.kv_length, *twin_tensors, sizes)
 
 
 def unflatten(kv_indices: Tensor, row_start: Tensor, row_count: Tensor, kv_length: Tensor, twin_indices: Tensor | None,
               twin_start: Tensor | None, twin_count: Tensor | None, sizes: list[int]) -> KVSelection:
     """The inverse of ``flatten``."""
-    num_queries, num_keys, q_block_size, kv_block_size, max_row_count = sizes
+    num_queries, num_keys, q_block_size, kv_block_size, max_row_count, max_entries = sizes
     selection = KVSelection(
         kv_indices=kv_indices, row_start=row_start, row_count=row_count, kv_length=kv_length, num_queries=num_queries,
-        num_keys=num_keys, q_block_size=q_block_size, kv_block_size=kv_block_size, max_row_count=max_row_count)
+        num_keys=num_keys, q_block_size=q_block_size, kv_block_size=kv_block_size, max_row_count=max_row_count,
+        max_entries=max_entries)
     if twin_indices is None or twin_start is None or twin_count is None:
         return selection
     twin = replace(selection, kv_indices=twin_indices, row_start=twin_start, row_count=twin_count,

@@ -95,7 +95,7 @@ def test_every_rule_matches_sets(seed, rule, blocks, b, heads, queries, keys, ow
                 expected = oracle_row(rule, scores[i, j, group].tolist(), valid, forced, max(budgets[j], least),
                                       floors[j], max(caps[j], least), theta)
                 if row is None:
-                    assert RULES[rule].fixed_count
+                    assert not RULES[rule].by_mass
                     assert expected == set(range(valid)), "a dense row where the rule leaves blocks out"
                 else:
                     assert row == sorted(expected)
@@ -188,7 +188,7 @@ def test_chunks_of_heads_change_nothing(monkeypatch):
     scores = torch.rand(2, 6, 4, 16)
     budgets = [3, 16, 1, 5, 16, 7]
     whole = kept_sets(basic(scores, head_budgets=budgets))
-    monkeypatch.setattr("megatron_dsv.sparsity.selection_rules._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_dsv.kernels.block_selection.reference._CHUNK_ELEMENTS", 1)
     assert kept_sets(basic(scores, head_budgets=budgets)) == whole
 
 

@@ -1,142 +1,248 @@
-"""Block scores without stored logits: one pass for the softmax denominators, one for the blocks.
+"""Block scores in two passes: the exponentials of every logit once, then one value per (proxy, block) to combine.
 
-Both passes cut the keys into spans, so that a few query groups still fill a GPU. Logits are in units of log 2.
+Logits are in units of log 2. The first pass leaves a proxy's value for each block (``partial``): log2-sum-exp2 over
+the block's valid keys, or their maximum. The second normalises each proxy and adds the proxies of a group.
 
 Dims: sk key tokens, b batch, h query heads, G key/value heads (kv_heads), r predictor rank (RANK), P proxies per query
-group, Nq query groups, Nk key/value blocks.
+group, Nq query groups, Nk key/value blocks; bh (batch, head) pairs, T steps of PER_STEP blocks. A launch handles the
+pairs from ``first_pair`` and the groups from ``first_group`` on.
 """
 
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.block_scores.triton.exponentials import SAFE_LOG2, exp2_scaled
 from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _block_scores_lse_kernel(
-        q_ptr, k_ptr, lse_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg,
-        num_rows, num_keys, heads, kv_heads, spans, scale_log2,
-        SPAN: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """lse [b, h, rows, spans]: natural logsumexp of each proxy's logits over the valid keys of each span of keys."""
+def _key_bound_kernel(k_ptr, bound_ptr, kv_length_ptr, stride_ks, stride_kb, stride_kg, num_keys, kv_heads, spans,
+                      SPAN: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """bound [b, G, spans]: largest squared norm of the valid keys of each span; NaN and inf stay what they are."""
+    span = tl.program_id(0)
+    batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1).to(tl.int64) % kv_heads
+    length = tl.minimum(tl.load(kv_length_ptr + tl.program_id(1)).to(tl.int32), num_keys)
+    lane_n = tl.arange(0, BLOCK_N)
+    most = tl.zeros([BLOCK_N], tl.float32)
+    for step in range(0, SPAN, BLOCK_N):
+        first = span * SPAN + step
+        k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, tl.zeros((), tl.int64) + first, lane_n, stride_ks,
+                      lane_n < length - first, RANK, BLOCK_D).to(tl.float32)
+        squared = tl.sum(k * k, 1)
+        # Once NaN, always NaN.
+        most = tl.where((squared > most) | (squared != squared), squared, most)
+    broken = tl.max((most != most).to(tl.int32), 0) > 0
+    tl.store(bound_ptr + tl.program_id(1) * spans + span, tl.where(broken, float("inf"), tl.max(most, 0)))
+
+
+@triton.jit
+def _block_partial_kernel(
+        q_ptr, k_ptr, bound_ptr, partial_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb,
+        stride_kg, first_pair, first_row, num_rows, num_keys, num_steps, heads, kv_heads, spans, bound_spans,
+        scale_log2,
+        TAKE_MAX: tl.constexpr, MIXED: tl.constexpr, KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr,
+        SPAN: tl.constexpr, BOUND_SPANS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """partial [pairs, T, num_rows, PER_STEP]; a program owns BLOCK_M proxies and SPAN steps of PER_STEP blocks.
+
+    A block is padded to a power of two lanes; one longer than BLOCK_N is taken in pieces.
+    """
     tiles = tl.cdiv(num_rows, BLOCK_M)
     span = tl.program_id(0) % spans
-    first_m = ((tl.program_id(0) // spans) % tiles * BLOCK_M).to(tl.int64)
-    batch_head = (tl.program_id(0) // spans // tiles).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
+    first_m = (tl.program_id(0) // spans) % tiles * BLOCK_M
+    pair = tl.program_id(0) // spans // tiles
+    batch, head = ((first_pair + pair) // heads).to(tl.int64), ((first_pair + pair) % heads).to(tl.int64)
     kv_head = head // (heads // kv_heads)
 
     lane_m = tl.arange(0, BLOCK_M)
     valid_m = first_m + lane_m < num_rows
-    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, first_m, lane_m, stride_qs, valid_m, RANK, BLOCK_D)
+    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, (first_row + first_m).to(tl.int64), lane_m, stride_qs,
+                  valid_m, RANK, BLOCK_D)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
-    first_n = (span * SPAN).to(tl.int64)
-    keys = tl.minimum(tl.minimum(length, num_keys) - span * SPAN, SPAN)
-    lane_n = tl.arange(0, BLOCK_N)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    for step in range(0, keys, BLOCK_N):
-        valid_n = lane_n < keys - step
-        k = load_rows(k_base, first_n + step, lane_n, stride_ks, valid_n, RANK, BLOCK_D)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        logits = tl.where(valid_n[None, :], logits, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(logits, 1))
-        # A logit of -inf alone leaves the maximum at -inf, and -inf - -inf is NaN.
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-        row_sum = row_sum * tl.exp2(row_max - reference) + tl.sum(tl.exp2(logits - reference[:, None]), 1)
-        row_max = new_max
-    # log2(0) is -inf where the span holds no valid key, and the maximum is too; NaN stays NaN.
-    lse = (tl.where(row_sum == 0, 0.0, row_max) + tl.log2(row_sum)) * 0.6931471805599453
-    tl.store(lse_ptr + (batch_head * num_rows + first_m + lane_m) * spans + span, lse, mask=valid_m)
+    length = tl.minimum(tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32), num_keys)
+    out = partial_ptr + (pair.to(tl.int64) * num_steps * num_rows + first_m) * PER_STEP
+
+    first_step = span * SPAN
+    last_step = tl.minimum(first_step + SPAN, num_steps)
+    if TAKE_MAX:
+        for step in range(first_step, last_step):
+            value = _step_max(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+            _store_step(out, step, num_rows, lane_m, valid_m, value, PER_STEP)
+    else:
+        lane = tl.arange(0, BOUND_SPANS)
+        key_bound = tl.load(bound_ptr + (batch * kv_heads + kv_head) * bound_spans + lane, mask=lane < bound_spans,
+                            other=0.0)
+        query = q.to(tl.float32)
+        query_bound = tl.sum(query * query, 1)
+        broken = tl.max((query_bound != query_bound).to(tl.int32), 0) > 0
+        # |q k| <= |q| |k|
+        bound = tl.sqrt_rn(tl.max(query_bound, 0)) * tl.sqrt_rn(tl.max(key_bound, 0)) * tl.abs(scale_log2)
+        if (bound <= SAFE_LOG2) & (broken == 0):
+            whole = length // KV_BLOCK // PER_STEP
+            # Padded lanes are never whole.
+            whole = tl.where(KV_BLOCK * PER_STEP % BLOCK_N == 0, whole, 0)
+            middle = tl.maximum(tl.minimum(whole, last_step), first_step)
+            for step in range(first_step, middle):
+                value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, False, KV_BLOCK, PER_STEP,
+                                  RANK, BLOCK_N)
+                _store_step(out, step, num_rows, lane_m, valid_m, tl.log2(value), PER_STEP)
+            for step in range(middle, last_step):
+                value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, True, KV_BLOCK, PER_STEP,
+                                  RANK, BLOCK_N)
+                _store_step(out, step, num_rows, lane_m, valid_m, tl.log2(value), PER_STEP)
+        else:
+            for step in range(first_step, last_step):
+                value = _step_lse(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+                _store_step(out, step, num_rows, lane_m, valid_m, value, PER_STEP)
 
 
 @triton.jit
-def _block_scores_kernel(
-        q_ptr, k_ptr, lse_ptr, out_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb,
-        stride_kg, num_groups, num_keys, num_blocks, heads, kv_heads, spans, scale_log2,
-        REDUCTION: tl.constexpr, PROXIES: tl.constexpr, KV_BLOCK: tl.constexpr, KV_PADDED: tl.constexpr,
-        SPAN: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out [b, h, Nq, Nk]; a program owns BLOCK_M groups and SPAN blocks. lse [b, h, Nq * P] is read for mass alone.
-
-    A block is padded to KV_PADDED lanes, a power of two. A tile of BLOCK_N lanes holds several short blocks, or one
-    of the pieces of a long one. The proxies of a group come one after the other, so their sum stays in registers.
-    """
-    per_tile: tl.constexpr = (BLOCK_N + KV_PADDED - 1) // KV_PADDED
-    pieces: tl.constexpr = (KV_PADDED + BLOCK_N - 1) // BLOCK_N
-    block_lanes: tl.constexpr = BLOCK_N // per_tile
-    tiles = tl.cdiv(num_groups, BLOCK_M)
-    span = tl.program_id(0) % spans
-    first_m = ((tl.program_id(0) // spans) % tiles * BLOCK_M).to(tl.int64)
-    batch_head = (tl.program_id(0) // spans // tiles).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // (heads // kv_heads)
-
-    lane_m = tl.arange(0, BLOCK_M).to(tl.int64)
-    valid_m = first_m + lane_m < num_groups
-    q_base = q_ptr + batch * stride_qb + head * stride_qh
-    k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
-    lse_base = lse_ptr + (batch_head * num_groups + first_m) * PROXIES
-    out_base = out_ptr + (batch_head * num_groups + first_m) * num_blocks
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
-    length = tl.minimum(length, num_keys)
-    lane_n = tl.arange(0, BLOCK_N)
-    blocks = tl.arange(0, per_tile)
-    for step in range(0, tl.minimum(num_blocks - span * SPAN, SPAN), per_tile):
-        first_block = span.to(tl.int64) * SPAN + step
-        first_n = first_block * KV_BLOCK
-        if REDUCTION == "mass":
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        else:
-            acc = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-        if REDUCTION == "lse":
-            acc_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for piece in tl.static_range(pieces):
-            in_block = piece * BLOCK_N + lane_n % block_lanes
-            token = lane_n // block_lanes * KV_BLOCK + in_block
-            valid_n = (in_block < KV_BLOCK) & (token < length - first_n)
-            k = load_rows(k_base, first_n, token, stride_ks, valid_n, RANK, BLOCK_D)
-            if REDUCTION == "mass":
-                probs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for proxy in range(PROXIES):
-                q = load_rows(q_base, first_m * PROXIES + proxy, lane_m * PROXIES, stride_qs, valid_m, RANK, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-                if REDUCTION == "mass":
-                    lse = tl.load(lse_base + lane_m * PROXIES + proxy, mask=valid_m, other=float("inf"))
-                    # A proxy without any valid key has lse -inf, and -inf - -inf is NaN.
-                    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-                    probs += tl.exp2(logits - lse[:, None])
-                elif REDUCTION == "max":
-                    logits = tl.where(valid_n[None, :], logits, float("-inf"))
-                    acc = tl.where((acc > logits) | (acc != acc), acc, logits)
-                else:
-                    logits = tl.where(valid_n[None, :], logits, float("-inf"))
-                    new_max = tl.maximum(acc, logits)
-                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-                    acc_sum = acc_sum * tl.exp2(acc - reference) + tl.exp2(logits - reference)
-                    acc = new_max
-            if REDUCTION == "mass":
-                # Keys that are not valid were loaded as 0, whatever they hold: masking once a piece is enough.
-                acc += tl.where(valid_n[None, :], probs, 0.0)
-        split = tl.reshape(acc, [BLOCK_M, per_tile, block_lanes])
-        if REDUCTION == "mass":
-            scores = tl.sum(split, 2)
-        elif REDUCTION == "max":
-            # The built-in maximum drops NaN, which must show up.
-            has_nan = tl.max((split != split).to(tl.int32), 2) > 0
-            scores = tl.where(has_nan, float("nan"), tl.max(split, 2) * 0.6931471805599453)
-        else:
-            block_max = tl.max(split, 2)
-            reference = tl.where(block_max == float("-inf"), 0.0, block_max)
-            shares = tl.reshape(acc_sum * tl.exp2(acc - _spread(reference, block_lanes)), split.shape)
-            scores = (reference + tl.log2(tl.sum(shares, 2))) * 0.6931471805599453
-        wanted = valid_m[:, None] & (first_block + blocks < num_blocks)[None, :]
-        tl.store(out_base + lane_m[:, None] * num_blocks + (first_block + blocks)[None, :], scores,
-                 mask=wanted)
+def _store_step(out, step, num_rows, lane_m, valid_m, value, PER_STEP: tl.constexpr):
+    """value [BLOCK_M, PER_STEP] of one step, a contiguous run of the scratch."""
+    place = lane_m[:, None] * PER_STEP + tl.arange(0, PER_STEP)[None, :]
+    tl.store(out + (tl.zeros((), tl.int64) + step) * num_rows * PER_STEP + place, value, mask=valid_m[:, None])
 
 
 @triton.jit
-def _spread(per_block, LANES: tl.constexpr):
-    """[rows, blocks] -> [rows, blocks * LANES]."""
-    rows: tl.constexpr = per_block.shape[0]
-    blocks: tl.constexpr = per_block.shape[1]
-    return tl.reshape(tl.broadcast_to(per_block[:, :, None], [rows, blocks, LANES]), [rows, blocks * LANES])
+def _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr,
+           RANK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(q k^T [BLOCK_M, BLOCK_N], which of its columns are valid keys) of a piece of a step."""
+    lanes: tl.constexpr = BLOCK_N // PER_STEP
+    lane_n = tl.arange(0, BLOCK_N)
+    in_block = piece * BLOCK_N + lane_n % lanes
+    token = lane_n // lanes * KV_BLOCK + in_block
+    first_n = (tl.zeros((), tl.int64) + step) * (KV_BLOCK * PER_STEP)
+    valid_n = (in_block < KV_BLOCK) & (token < length - first_n)
+    k = load_rows(k_base, first_n, token, stride_ks, valid_n, RANK, q.shape[1])
+    return tl.dot(q, tl.trans(k), input_precision="ieee"), valid_n
+
+
+@triton.jit
+def _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED: tl.constexpr, MASKED: tl.constexpr,
+              KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum of exp2 over each block [BLOCK_M, PER_STEP], for logits that are known to be small."""
+    pieces: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    total = tl.zeros([q.shape[0], PER_STEP], tl.float32)
+    for piece in tl.static_range(pieces):
+        logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+        powers = exp2_scaled(logits, scale_log2, MIXED)
+        if MASKED:
+            powers = tl.where(valid_n[None, :], powers, 0.0)
+        total += tl.sum(tl.reshape(powers, [q.shape[0], PER_STEP, BLOCK_N // PER_STEP]), 2)
+    return total
+
+
+@triton.jit
+def _step_lse(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr,
+              RANK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """log2-sum-exp2 over each block [BLOCK_M, PER_STEP], for any logits."""
+    pieces: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    lanes: tl.constexpr = BLOCK_N // PER_STEP
+    most = tl.full([q.shape[0], PER_STEP], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0], PER_STEP], tl.float32)
+    for piece in tl.static_range(pieces):
+        logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+        logits = tl.where(valid_n[None, :], logits * scale_log2, float("-inf"))
+        split = tl.reshape(logits, [q.shape[0], PER_STEP, lanes])
+        new_most = tl.maximum(most, tl.max(split, 2))
+        # Without a valid key the maximum is -inf, and -inf - -inf is NaN.
+        reference = tl.where(new_most == float("-inf"), 0.0, new_most)
+        total = total * tl.exp2(most - reference) + tl.sum(tl.exp2(split - reference[:, :, None]), 2)
+        most = new_most
+    # log2(0) is -inf where no key is valid, and the maximum is too; NaN stays NaN.
+    return tl.where(total == 0, 0.0, most) + tl.log2(total)
+
+
+@triton.jit
+def _step_max(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr,
+              RANK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Maximum over each block [BLOCK_M, PER_STEP]; NaN shows up."""
+    pieces: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    most = tl.full([q.shape[0], PER_STEP], float("-inf"), tl.float32)
+    for piece in tl.static_range(pieces):
+        logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+        logits = tl.where(valid_n[None, :], logits * scale_log2, float("-inf"))
+        split = tl.reshape(logits, [q.shape[0], PER_STEP, BLOCK_N // PER_STEP])
+        # The built-in maximum drops NaN.
+        broken = tl.max((split != split).to(tl.int32), 2) > 0
+        most = tl.where(broken, float("nan"), tl.maximum(most, tl.max(split, 2), tl.PropagateNan.ALL))
+    return most
+
+
+@triton.jit
+def _block_combine_kernel(
+        partial_ptr, out_ptr, num_groups, num_rows, num_blocks, num_steps,
+        REDUCTION: tl.constexpr, PROXIES: tl.constexpr, PROXIES_PADDED: tl.constexpr, PER_STEP: tl.constexpr,
+        GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out [pairs, num_groups, Nk] from partial [pairs, T, num_groups * P, PER_STEP]; a program owns GROUPS groups."""
+    ROWS: tl.constexpr = GROUPS * PROXIES_PADDED
+    tiles = tl.cdiv(num_groups, GROUPS)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    first_group = tl.program_id(0) % tiles * GROUPS
+    lane = tl.arange(0, ROWS)
+    group, proxy = first_group + lane // PROXIES_PADDED, lane % PROXIES_PADDED
+    valid_row = (group < num_groups) & (proxy < PROXIES)
+    base = partial_ptr + (pair * num_steps * num_rows + group * PROXIES + proxy) * PER_STEP
+    lane_k = tl.arange(0, BLOCK_K)
+
+    lse = tl.zeros([ROWS], tl.float32)
+    if REDUCTION == "mass":
+        most = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first in range(0, num_blocks, BLOCK_K):
+            value = _load_partial(base, first + lane_k, num_rows, num_blocks, valid_row, PER_STEP)
+            new_most = tl.maximum(most, tl.max(value, 1))
+            reference = tl.where(new_most == float("-inf"), 0.0, new_most)
+            total = total * tl.exp2(most - reference) + tl.sum(tl.exp2(value - reference[:, None]), 1)
+            most = new_most
+        # A proxy without any valid key has no mass to give; -inf - -inf would be NaN.
+        lse = tl.where(total == 0, float("inf"), most + tl.log2(total))
+    groups = first_group + tl.arange(0, GROUPS)
+    for first in range(0, num_blocks, BLOCK_K):
+        block = first + lane_k
+        value = _load_partial(base, block, num_rows, num_blocks, valid_row, PER_STEP)
+        if REDUCTION == "mass":
+            value = tl.exp2(value - lse[:, None])
+        value = tl.reshape(value, [GROUPS, PROXIES_PADDED, BLOCK_K])
+        if REDUCTION == "mass":
+            scores = tl.sum(value, 1)
+        else:
+            most = tl.max(value, 1)
+            if REDUCTION == "max":
+                broken = tl.max((value != value).to(tl.int32), 1) > 0
+                scores = tl.where(broken, float("nan"), most * LN2)
+            else:
+                reference = tl.where(most == float("-inf"), 0.0, most)
+                scores = (reference + tl.log2(tl.sum(tl.exp2(value - reference[:, None, :]), 1))) * LN2
+        place = (pair * num_groups + groups[:, None]) * num_blocks + block[None, :]
+        tl.store(out_ptr + place, scores, mask=(groups < num_groups)[:, None] & (block < num_blocks)[None, :])
+
+
+@triton.jit
+def _load_partial(base, block, num_rows, num_blocks, valid_row, PER_STEP: tl.constexpr):
+    """[rows, blocks] of the scratch; -inf past its end, as if every key there were padding."""
+    place = (block // PER_STEP).to(tl.int64) * num_rows * PER_STEP + block % PER_STEP
+    return tl.load(base[:, None] + place[None, :], mask=valid_row[:, None] & (block < num_blocks)[None, :],
+                   other=float("-inf"))
+
+
+@triton.jit
+def _pool_queries_kernel(q_ptr, out_ptr, query_length_ptr, stride_qs, stride_qb, stride_qh, tokens, columns, batch,
+                         TOKENS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """out [rows, b, h * r]: mean over the valid ones of each TOKENS tokens of q [s, b, h, r]."""
+    row, item = tl.program_id(0).to(tl.int64), tl.program_id(1) % batch
+    column = tl.program_id(1) // batch * BLOCK_C + tl.arange(0, BLOCK_C)
+    length = tl.minimum(tl.load(query_length_ptr + item).to(tl.int32), tokens)
+    source = q_ptr + row * TOKENS * stride_qs + item.to(tl.int64) * stride_qb
+    total = tl.zeros([BLOCK_C], tl.float32)
+    count = tl.maximum(tl.minimum(length - row * TOKENS, TOKENS), 0)
+    for first in range(0, count, BLOCK_T):
+        lane = first + tl.arange(0, BLOCK_T)
+        place = lane[:, None] * stride_qs + (column // RANK * stride_qh + column % RANK)[None, :]
+        tile = tl.load(source + place, mask=(lane < count)[:, None] & (column < columns)[None, :], other=0.0)
+        total += tl.sum(tile.to(tl.float32), 0)
+    mean = total / tl.maximum(count, 1).to(tl.float32)
+    tl.store(out_ptr + (row * batch + item) * columns + column, mean.to(out_ptr.dtype.element_ty),
+             mask=column < columns)

@@ -1,45 +1,204 @@
-"""From pooled queries and low-rank keys to the two launches.
+"""From pooled queries and low-rank keys to kernel launches, a bounded part of the heads and groups at a time.
 
-Dims: sk key tokens, b batch, h query heads, G key/value heads, r predictor rank, P proxies per query group, Nq query
-groups, Nk key/value blocks.
+Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, r predictor rank, P proxies per query
+group, Nq query groups, Nk key/value blocks, T steps of several blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron_dsv.kernels.block_scores.triton.kernels import _block_scores_kernel, _block_scores_lse_kernel
+from megatron_dsv.kernels.block_scores.triton.kernels import (
+    _block_combine_kernel,
+    _block_partial_kernel,
+    _key_bound_kernel,
+    _pool_queries_kernel,
+)
 from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
 from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 
 MAX_RANK = 256
 _SPAN_TOKENS = 4096
 """Keys that one program scores: enough to bury its start, few enough that short grids fill the device."""
+_SCRATCH_BYTES = 128 << 20
+"""Bound on the values of (proxy, block) pairs that exist at once."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part of the rows: (batch, head) pairs from ``first_pair`` on, groups from ``first_group`` on."""
+
+    first_pair: int
+    pairs: int
+    first_group: int
+    groups: int
+
+
+def chunks(q_pooled: Tensor, num_keys: int, *, kv_block_size: int, proxies: int) -> Iterator[Chunk]:
+    """All rows in parts whose scratch stays within the bound (one group of one head may exceed it)."""
+    rows, b, h, _ = q_pooled.shape
+    groups, blocks = rows // proxies, -(-num_keys // kv_block_size)
+    group_bytes = 4 * proxies * max(1, blocks)
+    pairs = max(1, min(b * h, _SCRATCH_BYTES // max(1, group_bytes * groups)))
+    step = groups if pairs > 1 else max(1, min(groups, _SCRATCH_BYTES // group_bytes))
+    # Parts of like size: a short last one would leave the device half empty.
+    pairs = _even(b * h, pairs)
+    step = _even(groups, step)
+    for first_pair in range(0, b * h, pairs):
+        for first_group in range(0, groups, max(1, step)):
+            yield Chunk(first_pair, min(pairs, b * h - first_pair), first_group, min(step, groups - first_group))
 
 
 def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
                  reduction: str, softmax_scale: float) -> Tensor:
     """fp32 [b, h, Nq, Nk] of q_pooled [Nq * P, b, h, r] and k_lr [sk, b, G, r]; kv_length [b, G]."""
-    _check_limits(q_pooled, k_lr)
-    q_pooled, k_lr = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_pooled, k_lr))
     rows, b, h, _ = q_pooled.shape
     shape = (b, h, rows // proxies, -(-k_lr.shape[0] // kv_block_size))
     out = torch.empty(shape, dtype=torch.float32, device=q_pooled.device)
-    lse = out
-    with torch.cuda.device(q_pooled.device) if q_pooled.is_cuda else nullcontext():
-        if reduction == "mass":
-            partial = torch.empty((b, h, rows, num_spans(k_lr.shape[0])), dtype=torch.float32, device=out.device)
-            plan_lse(q_pooled, k_lr, kv_length, partial, softmax_scale).run()
-            lse = torch.logsumexp(partial, -1)
-        plan_scores(q_pooled, k_lr, kv_length, lse, out, kv_block_size=kv_block_size, proxies=proxies,
-                    reduction=reduction, softmax_scale=softmax_scale).run()
+    scorer = Scorer(q_pooled, k_lr, kv_length, kv_block_size=kv_block_size, proxies=proxies, reduction=reduction,
+                    softmax_scale=softmax_scale)
+    for chunk in chunks(q_pooled, k_lr.shape[0], kv_block_size=kv_block_size, proxies=proxies):
+        part = out.flatten(0, 1)[chunk.first_pair:chunk.first_pair + chunk.pairs]
+        part = part[:, chunk.first_group:chunk.first_group + chunk.groups]
+        if part.is_contiguous():
+            scorer.scores(chunk, part)
+        else:
+            part.copy_(scorer.scores(chunk))
     return out
+
+
+def score_chunks(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
+                 reduction: str, softmax_scale: float) -> Iterator[tuple[Chunk, Tensor]]:
+    """Every chunk with its scores, fp32 [pairs, groups, Nk]; those of ``block_scores`` bit for bit."""
+    scorer = Scorer(q_pooled, k_lr, kv_length, kv_block_size=kv_block_size, proxies=proxies, reduction=reduction,
+                    softmax_scale=softmax_scale)
+    for chunk in chunks(q_pooled, k_lr.shape[0], kv_block_size=kv_block_size, proxies=proxies):
+        yield chunk, scorer.scores(chunk)
+
+
+class Scorer:
+    """Scores of one set of queries and keys, chunk by chunk.
+
+    Args:
+        q_pooled: [Nq * P, b, h, r].
+        k_lr: [sk, b, G, r].
+        kv_length: [b, G].
+
+    Raises:
+        NotImplementedError: what the kernels do not serve; the message names the way out.
+    """
+
+    def __init__(self, q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
+                 reduction: str, softmax_scale: float) -> None:
+        _check_limits("block_scores", q_pooled, k_lr)
+        self.q_pooled, self.k_lr = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_pooled, k_lr))
+        self.kv_length = kv_length.contiguous()
+        self.kv_block_size, self.proxies, self.reduction = kv_block_size, proxies, reduction
+        self.softmax_scale = softmax_scale
+        self.num_blocks = -(-k_lr.shape[0] // kv_block_size)
+        spans = num_spans(k_lr.shape[0])
+        self.bound = torch.empty((*k_lr.shape[1:3], spans), dtype=torch.float32, device=k_lr.device)
+        if reduction != "max":
+            with on_device(k_lr):
+                plan_bound(self.k_lr, self.kv_length, self.bound).run()
+
+    def scores(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
+        """fp32 [pairs, groups, Nk], contiguous."""
+        if out is None:
+            out = torch.empty((chunk.pairs, chunk.groups, self.num_blocks), dtype=torch.float32,
+                              device=self.q_pooled.device)
+        partial = torch.empty(self.partial_shape(chunk), dtype=torch.float32, device=out.device)
+        with on_device(out):
+            self.plan_partial(chunk, partial).run()
+            self.plan_combine(chunk, partial, out).run()
+        return out
+
+    def partial_shape(self, chunk: Chunk) -> tuple[int, ...]:
+        """[pairs, T, groups * P, blocks of a step]."""
+        per_step = self._tile_and_step()[1]
+        return chunk.pairs, -(-self.num_blocks // per_step), chunk.groups * self.proxies, per_step
+
+    def plan_partial(self, chunk: Chunk, partial: Tensor) -> Launch:
+        """The pass over keys; writes ``partial``."""
+        tile, per_step = self._tile_and_step()
+        q, k = self.q_pooled, self.k_lr
+        pairs, steps, rows, _ = partial.shape
+        span = max(1, _SPAN_TOKENS // (per_step * self.kv_block_size))
+        spans = -(-steps // span)
+        arguments = {
+            "q_ptr": q, "k_ptr": k, "bound_ptr": self.bound, "partial_ptr": partial, "kv_length_ptr": self.kv_length,
+            **_strides(q, k), "first_pair": chunk.first_pair, "first_row": chunk.first_group * self.proxies,
+            "num_rows": rows, "num_keys": k.shape[0], "num_steps": steps, "heads": q.shape[2],
+            "kv_heads": k.shape[2], "spans": spans, "bound_spans": self.bound.shape[-1],
+            "scale_log2": self.softmax_scale * math.log2(math.e)}
+        constants: dict[str, Any] = {
+            "TAKE_MAX": self.reduction == "max", "MIXED": not triton.knobs.runtime.interpret,
+            "KV_BLOCK": self.kv_block_size, "PER_STEP": per_step, "SPAN": span,
+            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": q.shape[-1], "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n, "BLOCK_D": max(16, _power_of_two(q.shape[-1]))}
+        grid = (-(-rows // tile.block_m) * spans * pairs, 1)
+        return Launch(_block_partial_kernel, grid, arguments, constants, tile)
+
+    def plan_combine(self, chunk: Chunk, partial: Tensor, out: Tensor) -> Launch:
+        """The pass over blocks; writes out [pairs, groups, Nk] contiguous."""
+        padded = _power_of_two(self.proxies)
+        groups = max(1, 8 // padded)
+        block = min(_power_of_two(self.num_blocks), max(16, 8192 // (groups * padded)))
+        arguments = {"partial_ptr": partial, "out_ptr": out, "num_groups": chunk.groups, "num_rows": partial.shape[2],
+                     "num_blocks": self.num_blocks, "num_steps": partial.shape[1]}
+        constants: dict[str, Any] = {
+            "REDUCTION": self.reduction, "PROXIES": self.proxies, "PROXIES_PADDED": padded,
+            "PER_STEP": partial.shape[3], "GROUPS": groups, "BLOCK_K": block}
+        grid = (-(-chunk.groups // groups) * chunk.pairs, 1)
+        return Launch(_block_combine_kernel, grid, arguments, constants, Tile(groups, block, 4, 1))
+
+    def _tile_and_step(self) -> tuple[Tile, int]:
+        """The tile of the pass over keys, and how many blocks a step takes."""
+        tile = _partial_tile(self.q_pooled)
+        return tile, max(1, tile.block_n // _power_of_two(self.kv_block_size))
+
+
+def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxies: int) -> Tensor:
+    """[Nq * P, b, h, r] means over the valid tokens of q_lr [s, b, h, r]; query_length [b]."""
+    _check_limits("pool_queries", q_lr)
+    q_lr = q_lr if q_lr.stride(-1) == 1 else q_lr.contiguous()
+    s, b, h, r = q_lr.shape
+    out = torch.empty((-(-s // q_block_size) * proxies, b, h, r), dtype=q_lr.dtype, device=q_lr.device)
+    with on_device(q_lr):
+        plan_pool(q_lr, query_length.contiguous(), out, q_block_size // proxies).run()
+    return out
+
+
+def plan_pool(q_lr: Tensor, query_length: Tensor, out: Tensor, tokens: int) -> Launch:
+    """Means of ``tokens`` tokens each; writes out [rows, b, h, r] contiguous."""
+    s, b, h, r = q_lr.shape
+    columns = min(512, _power_of_two(h * r))
+    lanes = max(1, min(_power_of_two(tokens), 8192 // columns))
+    arguments = {"q_ptr": q_lr, "out_ptr": out, "query_length_ptr": query_length,
+                 **{f"stride_q{axis}": q_lr.stride(i) for i, axis in enumerate("sbh")}, "tokens": s,
+                 "columns": h * r, "batch": b}
+    constants = {"TOKENS": tokens, "RANK": r, "BLOCK_T": lanes, "BLOCK_C": columns}
+    return Launch(_pool_queries_kernel, (out.shape[0], b * -(-h * r // columns)), arguments, constants,
+                  Tile(lanes, columns, 4, 1))
+
+
+def plan_bound(k_lr: Tensor, kv_length: Tensor, bound: Tensor) -> Launch:
+    """Largest squared norm of the keys; writes bound [b, G, spans] contiguous."""
+    block_d = max(16, _power_of_two(k_lr.shape[-1]))
+    tile = Tile(1, max(16, 8192 // block_d), 4, 1)
+    arguments = {"k_ptr": k_lr, "bound_ptr": bound, "kv_length_ptr": kv_length,
+                 **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_keys": k_lr.shape[0],
+                 "kv_heads": k_lr.shape[2], "spans": bound.shape[-1]}
+    constants = {"SPAN": _SPAN_TOKENS, "RANK": k_lr.shape[-1], "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
+    return Launch(_key_bound_kernel, (bound.shape[-1], k_lr.shape[1] * k_lr.shape[2]), arguments, constants, tile)
 
 
 def num_spans(tokens: int) -> int:
@@ -47,77 +206,47 @@ def num_spans(tokens: int) -> int:
     return -(-tokens // _SPAN_TOKENS)
 
 
-def plan_lse(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, lse: Tensor, softmax_scale: float) -> Launch:
-    """The pass over proxies; writes lse [b, h, rows, spans] contiguous."""
-    tile = _lse_tile(q_pooled)
-    rows, b, h, _ = q_pooled.shape
-    spans = num_spans(k_lr.shape[0])
-    arguments = {"q_ptr": q_pooled, "k_ptr": k_lr, "lse_ptr": lse, **_common(q_pooled, k_lr, kv_length, softmax_scale),
-                 "num_rows": rows, "spans": spans}
-    constants = {"SPAN": _SPAN_TOKENS, **_tile_constants(q_pooled, tile)}
-    grid = (-(-rows // tile.block_m) * spans * b * h, 1)
-    return Launch(_block_scores_lse_kernel, grid, arguments, constants, tile)
+def on_device(tensor: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def plan_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, lse: Tensor, out: Tensor, *, kv_block_size: int,
-                proxies: int, reduction: str, softmax_scale: float) -> Launch:
-    """The pass over blocks; reads lse [b, h, rows] for ``mass`` alone; writes out [b, h, Nq, Nk] contiguous."""
-    padded = 1 << (kv_block_size - 1).bit_length()
-    tile = _scores_tile(q_pooled)
-    rows, b, h, _ = q_pooled.shape
-    groups, blocks = rows // proxies, -(-k_lr.shape[0] // kv_block_size)
-    per_tile = -(-tile.block_n // padded)
-    span = max(1, _SPAN_TOKENS // (per_tile * kv_block_size)) * per_tile
-    spans = -(-blocks // span)
-    arguments = {"q_ptr": q_pooled, "k_ptr": k_lr, "lse_ptr": lse, "out_ptr": out,
-                 **_common(q_pooled, k_lr, kv_length, softmax_scale), "num_groups": groups, "num_blocks": blocks,
-                 "spans": spans}
-    constants: dict[str, Any] = {"REDUCTION": reduction, "PROXIES": proxies, "KV_BLOCK": kv_block_size,
-                                 "KV_PADDED": padded, "SPAN": span, **_tile_constants(q_pooled, tile)}
-    grid = (-(-groups // tile.block_m) * spans * b * h, 1)
-    return Launch(_block_scores_kernel, grid, arguments, constants, tile)
-
-
-def _lse_tile(q_pooled: Tensor) -> Tile:
-    return _fp32_tile(q_pooled) if q_pooled.dtype == torch.float32 else Tile(64, 128, 4, 3)
-
-
-def _scores_tile(q_pooled: Tensor) -> Tile:
-    return _fp32_tile(q_pooled) if q_pooled.dtype == torch.float32 else Tile(64, 64, 4, 2)
-
-
-def _fp32_tile(q_pooled: Tensor) -> Tile:
-    """fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds."""
-    return Tile(32, 32, 4, 1) if q_pooled.shape[-1] <= 64 else Tile(16, 32, 4, 1)
-
-
-def _tile_constants(q_pooled: Tensor, tile: Tile) -> dict[str, int]:
+def _partial_tile(q_pooled: Tensor) -> Tile:
     rank = q_pooled.shape[-1]
-    return {"RANK": rank, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-            "BLOCK_D": max(16, 1 << (rank - 1).bit_length())}
+    if q_pooled.dtype == torch.float32:
+        # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
+        return Tile(32, 32, 4, 1) if rank <= 64 else Tile(16, 32, 4, 1)
+    return Tile(128, 128, 8, 3) if rank <= 64 else Tile(64, 64, 4, 2)
 
 
-def _common(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, softmax_scale: float) -> dict[str, Any]:
+def _even(total: int, part: int) -> int:
+    """The smallest part that needs no more parts than ``part`` does."""
+    return -(-total // max(1, -(-total // max(1, part))))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _strides(q_pooled: Tensor, k_lr: Tensor) -> dict[str, int]:
     strides = {f"stride_q{axis}": q_pooled.stride(i) for i, axis in enumerate("sbh")}
-    strides |= {f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}
-    return {"kv_length_ptr": kv_length.contiguous(), **strides, "num_keys": k_lr.shape[0],
-            "heads": q_pooled.shape[2], "kv_heads": k_lr.shape[2], "scale_log2": softmax_scale * math.log2(math.e)}
+    return strides | {f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}
 
 
-def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:
+def _check_limits(op: str, *inputs: Tensor) -> None:
     way_out = "use backend='reference'"
-    interpreted = triton.knobs.runtime.interpret
-    if not q_pooled.is_cuda and not interpreted:
-        raise NotImplementedError("backend='triton' of block_scores needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{q_pooled.device.type}; {way_out}")
+    first, interpreted = inputs[0], triton.knobs.runtime.interpret
+    if not first.is_cuda and not interpreted:
+        raise NotImplementedError(f"backend='triton' of {op} needs CUDA tensors (or TRITON_INTERPRET=1), got "
+                                  f"{first.device.type}; {way_out}")
     dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16, torch.float32)
-    if q_pooled.dtype not in dtypes:
-        raise NotImplementedError(f"backend='triton' of block_scores takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, got {q_pooled.dtype}; "
+    if first.dtype not in dtypes:
+        raise NotImplementedError(f"backend='triton' of {op} takes {', '.join(map(str, dtypes))}"
+                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, got {first.dtype}; "
                                   f"{way_out}")
-    if q_pooled.shape[-1] > MAX_RANK:
-        raise NotImplementedError(f"backend='triton' of block_scores takes ranks up to {MAX_RANK}, got "
-                                  f"{q_pooled.shape[-1]}; {way_out}")
-    if torch.is_grad_enabled() and (q_pooled.requires_grad or k_lr.requires_grad):
-        raise NotImplementedError("backend='triton' of block_scores has no backward; call it under torch.no_grad() or "
+    if first.shape[-1] > MAX_RANK:
+        raise NotImplementedError(f"backend='triton' of {op} takes ranks up to {MAX_RANK}, got {first.shape[-1]}; "
+                                  f"{way_out}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise NotImplementedError(f"backend='triton' of {op} has no backward; call it under torch.no_grad() or "
                                   f"{way_out}, which is differentiable")

@@ -1,0 +1,87 @@
+"""Which blocks every row keeps: from scores to the lists of a KVSelection.
+
+Padding is never kept. Forced blocks come first, then larger scores, then lower indices; NaN counts as the smallest. A
+row keeps ``cap`` blocks in this order (all valid ones where they are fewer), or, by mass, the fewest whose mass
+reaches theta of the row's, within floor and cap and never without a forced block. Masses are summed in fixed point,
+23 bits below the row's largest, so that both backends agree on every set. A group that begins at or after its
+query_length keeps nothing; any other row of a head without places (width 0) is dense.
+
+Backends: ``reference`` (torch), ``triton`` (one launch for each chunk of scores; up to MAX_BLOCKS blocks; CUDA, or
+TRITON_INTERPRET=1 on the CPU), ``auto`` (triton on CUDA where it can serve the request; logged once).
+
+Dims: b batch, h query heads, G key/value heads (h % G == 0), Nq query groups, Nk key/value blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.kernels.block_scores.api import ChunkedScores
+from megatron_dsv.kernels.block_selection import reference
+from megatron_dsv.kernels.block_selection.limits import RowRule
+from megatron_dsv.kernels.selection import KVSelection
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference", "triton")
+MAX_BLOCKS = 16384
+"""Blocks of a row that the triton backend holds in registers."""
+
+
+def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Tensor, query_length: Tensor,
+                query_group_ids: Tensor | None, num_queries: int, num_keys: int, max_row_count: int,
+                backend: str = "auto") -> KVSelection:
+    """The selection that ``rule`` makes of ``scores``. Nothing waits for the device.
+
+    Args:
+        scores: fp32 [b, h, Nq, Nk], whole or in chunks that are computed when needed; larger is better.
+        rule: limits of every head, and what is forced.
+        kv_length: int32 [b, G] on the device of the scores; keys at or after it are padding.
+        query_length: int32 [b] there; queries at or after it are padding.
+        query_group_ids: int64 [Nq] there, the number of each row's group in the whole sequence; None for 0, 1, ...
+        num_queries, num_keys: in tokens, padding included.
+        max_row_count: bound on the entries of a row, dense ones included.
+        backend: one of ``BACKENDS``.
+
+    Raises:
+        ValueError: an unknown backend.
+        NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
+    """
+    b, h, nq, nk = scores.shape
+    match _resolve(backend, scores.device.type, nk):
+        case "reference":
+            whole = scores if isinstance(scores, Tensor) else scores.whole()
+            rows = reference.select_rows(whole, rule, kv_length, query_length, query_group_ids)
+        case "triton":
+            from megatron_dsv.kernels.block_selection.triton import launch
+            rows = launch.select_rows(scores, rule, kv_length, query_length, query_group_ids)
+        case _:
+            raise ValueError(f"backend of select_rows must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    kv_indices, row_start, row_count = rows
+    most = -(-num_keys // rule.kv_block_size)
+    return KVSelection(
+        kv_indices=kv_indices, row_start=row_start, row_count=row_count, kv_length=kv_length, num_queries=num_queries,
+        num_keys=num_keys, q_block_size=rule.q_block_size, kv_block_size=rule.kv_block_size,
+        max_row_count=max_row_count, max_entries=b * nq * sum(width or most for width in rule.widths))
+
+
+def _resolve(backend: str, device_type: str, num_blocks: int) -> str:
+    if backend != "auto":
+        return backend
+    if device_type != "cuda":
+        chosen, reason = "reference", f"the scores lie on a {device_type} device"
+    elif num_blocks > MAX_BLOCKS:
+        chosen, reason = "reference", f"rows have more than {MAX_BLOCKS} blocks"
+    else:
+        chosen, reason = "triton", "the scores lie on a cuda device"
+    _log_choice(chosen, reason)
+    return chosen
+
+
+@functools.cache
+def _log_choice(chosen: str, reason: str) -> None:
+    logger.info("select_rows: backend='auto' took %r because %s", chosen, reason)

@@ -1,0 +1,148 @@
+"""Cases of the Triton selection for the CPU interpreter; test_block_selection.py runs them in their own process.
+
+TRITON_INTERPRET must be set before triton is imported.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores
+from megatron_dsv.kernels.block_scores.triton import launch as scores_launch
+from megatron_dsv.kernels.block_selection.triton import launch
+from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
+from megatron_dsv.sparsity.selection_rules import RULES, select
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def assert_equal(got, expected):
+    assert torch.equal(got.row_start, expected.row_start)
+    assert torch.equal(got.row_count, expected.row_count)
+    assert torch.equal(got.block_mask(), expected.block_mask())
+    assert (got.max_row_count, got.max_entries) == (expected.max_row_count, expected.max_entries)
+    for row in zip(got.row_start.flatten().tolist(), got.row_count.flatten().tolist(), strict=True):
+        assert torch.equal(got.kv_indices[row[0]:row[0] + row[1]], expected.kv_indices[row[0]:row[0] + row[1]])
+
+
+def arguments_of(seed):
+    """One request drawn at random: shapes, lengths, budgets, what is forced, and scores full of ties and oddities."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=rng))]
+
+    (qb, kvb), (b, h, g_kv) = pick((4, 4), (8, 4), (4, 8), (6, 4), (8, 1)), pick((1, 2, 1), (2, 2, 2), (1, 4, 2))
+    queries, keys = (int(torch.randint(1, 150, (), generator=rng)) for _ in range(2))
+    nq, nk = -(-queries // qb), -(-keys // kvb)
+    kind = pick("mass", "lse", "max")
+    rule = pick(*(name for name, rule in RULES.items() if kind != "max" or not rule.by_mass))
+    scores = torch.randn(b, h, nq, nk, generator=rng)
+    scores = pick(scores, (scores * 2).round() / 4, torch.zeros_like(scores))
+    if kind == "mass":
+        scores = pick(scores.abs(), scores.abs() * 1e-38, scores)
+    for value in (torch.nan, torch.inf, -torch.inf, LARGEST, -LARGEST, -0.0):
+        scores[torch.rand(scores.shape, generator=rng) < 0.03] = value
+    ids = pick(None, torch.randperm(nq + 3, generator=rng)[:nq].sort().values)
+    lengths = pick(None, torch.randint(0, keys + 1, (b, g_kv), generator=rng))
+    query_length = torch.randint(0, queries + 1, (b,), generator=rng)
+    limits = {name: torch.randint(1, nk + 3, (h,), generator=rng).tolist()
+              for name in ("head_budgets", "head_floors", "head_caps")}
+    return {"scores": scores, "rule": rule, "num_kv_heads": g_kv, "num_queries": queries, "num_keys": keys,
+            "q_block_size": qb, "kv_block_size": kvb, "theta": pick(0.5, 0.9, 1.0), "score_kind": kind,
+            "kv_length": lengths, "query_length": query_length if ids is not None else pick(None, query_length),
+            "query_group_ids": ids, "keep_own_block": pick(True, False), "prefix_blocks": pick(0, 2), **limits}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_equal_the_sorted_ones(seed):
+    arguments = arguments_of(seed)
+    assert_equal(select(**arguments, backend="triton"), select(**arguments, backend="reference"))
+
+
+def test_selecting_chunks_equals_sorting_the_whole_scores(monkeypatch):
+    torch.manual_seed(0)
+    q, k = torch.randn(7 * 2, 2, 2, 8).half(), torch.randn(100, 2, 1, 8).half()
+    scoring = {"kv_block_size": 16, "proxies": 2, "kv_length": torch.tensor([[90], [100]])}
+    rule = {"rule": "topk", "num_kv_heads": 1, "num_queries": 56, "num_keys": 100, "q_block_size": 8,
+            "kv_block_size": 16, "head_budgets": [3, 5], "kv_length": scoring["kv_length"]}
+    whole = block_scores(q, k, **scoring, backend="triton")
+    expected = select(whole, **rule, backend="reference")
+    for scratch in (1, 4 * 2 * 7 * 7, 2**20):
+        monkeypatch.setattr(scores_launch, "_SCRATCH_BYTES", scratch)
+        scores = chunked_block_scores(q, k, **scoring, backend="triton")
+        assert torch.equal(scores.whole(), whole)
+        assert_equal(select(scores, **rule, backend="triton"), expected)
+
+
+def reference_twin(selection):
+    """Groups of every key block, from the mask."""
+    return [[[row.nonzero().flatten().tolist() for row in head.T] for head in item] for item in selection.block_mask()]
+
+
+def twin_lists(twin):
+    b, h, nk = twin.row_start.shape
+    return [[[twin.kv_indices[twin.row_start[i, j, n]:][:twin.row_count[i, j, n]].tolist() for n in range(nk)]
+             for j in range(h)] for i in range(b)]
+
+
+def selection_at_random(seed, b=2, h=4, g_kv=2, queries=300, keys=290, qb=2, kvb=4):
+    """Listed, dense and empty rows, longer than one step and more than one tile of the kernels."""
+    rng = torch.Generator().manual_seed(seed)
+    nq, nk = -(-queries // qb), -(-keys // kvb)
+    lengths = torch.randint(0, keys + 1, (b, g_kv), generator=rng, dtype=torch.int32)
+    lengths[0, 0] = keys
+    valid = torch.arange(nk) * kvb < lengths.repeat_interleave(h // g_kv, 1)[..., None, None]
+    mask = (torch.rand(b, h, nq, nk, generator=rng) < torch.rand(b, h, 1, 1, generator=rng)) & valid
+    count = mask.sum(-1, dtype=torch.int32)
+    start = torch.arange(count.numel()).view(count.shape) * nk
+    order = mask.int().argsort(dim=-1, descending=True, stable=True).int()
+    start[torch.rand(start.shape, generator=rng) < 0.1] = DENSE_ROW
+    return KVSelection(order.flatten(), start, count, lengths, queries, keys, qb, kvb, nk)
+
+
+@pytest.mark.parametrize("words", [1, 2**24])
+def test_the_twin_lists_the_groups_of_every_block(words, monkeypatch):
+    monkeypatch.setattr(launch, "_MASK_WORDS", words)
+    selection = selection_at_random(0)
+    twin = launch.transpose(selection)
+    assert twin_lists(twin) == reference_twin(selection)
+    assert twin.kv_indices.numel() == selection.entries_bound
+    assert twin.max_row_count == selection.num_query_groups
+    assert int(twin.row_count.sum()) == int(selection.block_mask().sum())
+    again = launch.transpose(selection)
+    assert torch.equal(again.row_start, twin.row_start)
+    used = int(twin.row_count.sum())
+    assert torch.equal(again.kv_indices[:used], twin.kv_indices[:used])
+
+
+def test_the_twin_of_selected_rows_fits_their_places():
+    torch.manual_seed(0)
+    selection = select(torch.rand(2, 3, 9, 40), rule="topk", num_kv_heads=3, num_queries=36, num_keys=160,
+                       q_block_size=4, kv_block_size=4, head_budgets=[3, 40, 11], query_length=33)
+    twin = launch.transpose(selection)
+    assert twin.kv_indices.numel() == selection.max_entries == 2 * 9 * (3 + 40 + 11)
+    assert twin_lists(twin) == reference_twin(selection)
+
+
+@pytest.mark.parametrize("bound", [{"max_row_count": 2}, {"max_entries": 50}])
+def test_a_bound_that_would_drop_entries_is_refused(bound):
+    with pytest.raises(RuntimeError, match=r"max_row_count must bound the entries of every row.*max_entries must"):
+        launch.transpose(replace(selection_at_random(1), **bound))
+
+
+def test_nothing_to_transpose_or_to_select():
+    empty = torch.empty(1, 2, 0, 5)
+    arguments = {"rule": "topk", "num_kv_heads": 2, "num_queries": 0, "num_keys": 20, "q_block_size": 4,
+                 "kv_block_size": 4, "head_budgets": [1, 2]}
+    selection = select(empty, **arguments, backend="triton")
+    assert_equal(selection, select(empty, **arguments, backend="reference"))
+    assert launch.transpose(selection).row_count.tolist() == [[[0] * 5] * 2]
+
+
+def test_rows_longer_than_the_registers_name_the_way_out(monkeypatch):
+    monkeypatch.setattr(launch, "MAX_BLOCKS", 4)
+    with pytest.raises(NotImplementedError, match="rows of up to 4 blocks, got 5; use backend='reference' or longer"):
+        select(torch.empty(1, 1, 1, 5), rule="all", num_kv_heads=1, num_queries=4, num_keys=20, q_block_size=4,
+               kv_block_size=4, backend="triton")
