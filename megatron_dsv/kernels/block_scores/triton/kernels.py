@@ -11,7 +11,7 @@ pairs from ``first_pair`` and the groups from ``first_group`` on.
 import triton
 import triton.language as tl
 
-from megatron_dsv.kernels.block_scores.triton.exponentials import SAFE_LOG2, exp2_scaled
+from megatron_dsv.kernels.block_scores.triton.exponentials import SAFE_LOG2, exp2_scaled, log2_fast
 from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -87,11 +87,11 @@ def _block_partial_kernel(
             for step in range(first_step, middle):
                 value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, False, KV_BLOCK, PER_STEP,
                                   RANK, BLOCK_N)
-                _store_step(out, step, num_rows, lane_m, valid_m, tl.log2(value), PER_STEP)
+                _store_step(out, step, num_rows, lane_m, valid_m, log2_fast(value, MIXED), PER_STEP)
             for step in range(middle, last_step):
                 value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, True, KV_BLOCK, PER_STEP,
                                   RANK, BLOCK_N)
-                _store_step(out, step, num_rows, lane_m, valid_m, tl.log2(value), PER_STEP)
+                _store_step(out, step, num_rows, lane_m, valid_m, log2_fast(value, MIXED), PER_STEP)
         else:
             for step in range(first_step, last_step):
                 value = _step_lse(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
