@@ -43,11 +43,12 @@ RULES: dict[str, SelectionRule] = {
 }
 
 
-def select(scores: Tensor | ChunkedScores, *, rule: str, num_kv_heads: int, num_queries: int, num_keys: int, q_block_size: int,
-           kv_block_size: int, head_budgets: Sequence[int] | None = None, head_floors: Sequence[int] | None = None,
-           head_caps: Sequence[int] | None = None, theta: float = 0.9, score_kind: str = "mass",
-           kv_length: Length = None, query_length: Length = None, query_group_ids: Tensor | None = None,
-           keep_own_block: bool = True, prefix_blocks: int = 0, backend: str = "auto") -> KVSelection:
+def select(scores: Tensor | ChunkedScores, *, rule: str, num_kv_heads: int, num_queries: int, num_keys: int,
+           q_block_size: int, kv_block_size: int, head_budgets: Sequence[int] | None = None,
+           head_floors: Sequence[int] | None = None, head_caps: Sequence[int] | None = None, theta: float = 0.9,
+           score_kind: str = "mass", kv_length: Length = None, query_length: Length = None,
+           query_group_ids: Tensor | None = None, keep_own_block: bool = True, prefix_blocks: int = 0,
+           backend: str = "auto") -> KVSelection:
     """Turn scores into the lists of blocks that every query group attends to.
 
     Padding blocks are never selected and groups of padding attend to nothing. Forced blocks are always inside and
@@ -86,7 +87,7 @@ def select(scores: Tensor | ChunkedScores, *, rule: str, num_kv_heads: int, num_
         ValueError: an unknown rule, shapes or budgets that do not fit, or scores that the rule cannot use.
     """
     chosen = _rule(rule, score_kind, theta)
-    b, h, nq, nk = _check_shapes(scores, num_kv_heads, num_queries, num_keys, q_block_size, kv_block_size,
+    b, h, _, nk = _check_shapes(scores, num_kv_heads, num_queries, num_keys, q_block_size, kv_block_size,
                                  query_group_ids, query_length)
     device = scores.device
     most = -(-longest_on_host(kv_length, num_keys) // kv_block_size)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_dsv.kernels.block_scores import api
-from megatron_dsv.kernels.block_scores.api import block_scores
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores
 
+launch = pytest.importorskip("megatron_dsv.kernels.block_scores.triton.launch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -35,7 +36,8 @@ def test_scores_match_fp64(block, proxies, rank, dtype, reduction):
     exact = block_scores(q.double(), k.double(), **options)
     _poison(k, lengths)
     got = block_scores(q, k, backend="triton", **options)
-    torch.testing.assert_close(got, exact, rtol=5e-5, atol=5e-6)
+    # The cubic of three lanes in eight is 7.5e-5 off.
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5 if reduction == "mass" else 1e-4)
 
 
 @pytest.mark.parametrize("block", [64, 128, 1])
@@ -47,6 +49,23 @@ def test_a_long_sequence_matches_fp64(block):
     _poison(k, lengths)
     got = block_scores(q, k, backend="triton", **options)
     torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-7)
+
+
+def test_chunks_are_the_whole_scores_bit_for_bit_and_bounded(monkeypatch):
+    q, k = _inputs(20000, 60, 4, b=2, h=4)
+    options = {"kv_block_size": 64, "proxies": 4, "kv_length": torch.tensor([20000, 1234])}
+    whole = block_scores(q, k, **options)
+    for scratch in (2**16, 2**20):
+        monkeypatch.setattr(launch, "_SCRATCH_BYTES", scratch)
+        assert torch.equal(chunked_block_scores(q, k, **options).whole(), whole)
+
+
+def test_large_logits_take_the_careful_way():
+    q, k = _inputs(5000, 20, 4)
+    for scale in (1.0, 30.0):
+        options = {"kv_block_size": 64, "proxies": 4, "softmax_scale": scale}
+        exact = block_scores(q.double(), k.double(), **options)
+        torch.testing.assert_close(block_scores(q, k, **options), exact, rtol=5e-4, atol=2e-5)
 
 
 def test_repeats_agree_bitwise_and_nothing_waits():
@@ -70,5 +89,5 @@ def test_auto_takes_the_kernels_unless_autograd_records(caplog):
         assert torch.equal(mine, block_scores(q, k, kv_block_size=64, proxies=4, backend="triton"))
         recorded = block_scores(q.requires_grad_(), k, kv_block_size=64, proxies=4)
     assert recorded.requires_grad
-    assert [record.args[0] for record in caplog.records] == ["triton", "reference"]
+    assert [record.args[1] for record in caplog.records] == ["triton", "reference"]
     assert "autograd records" in caplog.text

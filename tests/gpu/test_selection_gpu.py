@@ -23,6 +23,13 @@ def no_sync():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def lists_of(twin):
+    """The entries of all rows of a twin, one after the other."""
+    starts, counts, stored = (x.cpu() for x in (twin.row_start, twin.row_count, twin.kv_indices))
+    return torch.cat([stored[start:start + count] for start, count in
+                      zip(starts.flatten().tolist(), counts.flatten().tolist(), strict=True)])
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 1)])
 def test_selection_equals_the_cpu_and_never_waits(rule, blocks):
@@ -39,7 +46,11 @@ def test_selection_equals_the_cpu_and_never_waits(rule, blocks):
     on_device, device_lengths = scores.cuda(), lengths.cuda()
     with no_sync():
         on_gpu = select(on_device, kv_length=device_lengths, query_length=keys - 300, **arguments)
+        twin = on_gpu.with_transposed().transposed
     assert torch.equal(on_gpu.block_mask().cpu(), on_cpu.block_mask())
+    expected = on_cpu.with_transposed().transposed
+    assert torch.equal(twin.row_count.cpu(), expected.row_count)
+    assert torch.equal(lists_of(twin), lists_of(expected))
     assert torch.equal(on_gpu.kv_length.cpu(), lengths)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 
-import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores.api import ChunkedScores
@@ -51,7 +50,7 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Ten
         ValueError: an unknown backend.
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
-    b, h, nq, nk = scores.shape
+    b, _, nq, nk = scores.shape
     match _resolve(backend, scores.device.type, nk):
         case "reference":
             whole = scores if isinstance(scores, Tensor) else scores.whole()

@@ -6,7 +6,7 @@ TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot 
 import pytest
 import torch
 
-from megatron_dsv.kernels.block_scores.api import block_scores
+from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
 from megatron_dsv.kernels.block_scores.triton import launch
 
 # (key/value block, proxies, key heads, rank, keys, query groups): whole, single-token, odd, long and short blocks.
@@ -47,6 +47,25 @@ def test_fp16_scores_match_the_reference_and_ignore_padding(shape, reduction):
 
 def test_fp32_scores_match_the_reference():
     _check(SHAPES[2], "mass", torch.float32)
+
+
+def test_logits_too_large_for_plain_sums_match_too():
+    q, k = torch.randn(6, 1, 1, 16).half(), torch.randn(50, 1, 1, 16).half()
+    for reduction in ("mass", "lse"):
+        options = {"kv_block_size": 16, "proxies": 2, "softmax_scale": 30.0, "reduction": reduction}
+        got, exact = block_scores(q, k, backend="triton", **options), block_scores(q.double(), k.double(), **options)
+        torch.testing.assert_close(got, exact, rtol=5e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "block", "proxies", "shape"), [(50, 16, 4, (2, 3, 8)), (33, 12, 3, (1, 2, 20))])
+def test_pooled_queries_match_the_reference(tokens, block, proxies, shape):
+    q = torch.randn(shape[0], tokens, *shape[1:]).half().transpose(0, 1)
+    length = torch.randint(0, tokens + 1, (shape[0],))
+    q[tokens - 3:] = torch.nan
+    options = {"q_block_size": block, "proxies": proxies, "query_length": length.clamp_max(tokens - 3)}
+    got, exact = (pool_queries(q, **options, backend=backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)
+    assert got.shape == (-(-tokens // block) * proxies, *shape)
 
 
 def test_spans_of_keys_add_up_and_may_lie_past_the_length(monkeypatch):

@@ -28,8 +28,8 @@ def _key_bound_kernel(k_ptr, bound_ptr, kv_length_ptr, stride_ks, stride_kb, str
     most = tl.zeros([BLOCK_N], tl.float32)
     for step in range(0, SPAN, BLOCK_N):
         first = span * SPAN + step
-        k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, tl.zeros((), tl.int64) + first, lane_n, stride_ks,
-                      lane_n < length - first, RANK, BLOCK_D).to(tl.float32)
+        k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, tl.zeros((), tl.int64) + first, lane_n,
+                      stride_ks, lane_n < length - first, RANK, BLOCK_D).to(tl.float32)
         squared = tl.sum(k * k, 1)
         # Once NaN, always NaN.
         most = tl.where((squared > most) | (squared != squared), squared, most)
@@ -125,7 +125,7 @@ def _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED: tl.constexp
     """Sum of exp2 over each block [BLOCK_M, PER_STEP], for logits that are known to be small."""
     pieces: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     total = tl.zeros([q.shape[0], PER_STEP], tl.float32)
-    for piece in tl.static_range(pieces):
+    for piece in range(pieces):
         logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
         powers = exp2_scaled(logits, scale_log2, MIXED)
         if MASKED:
@@ -142,7 +142,7 @@ def _step_lse(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK: tl.const
     lanes: tl.constexpr = BLOCK_N // PER_STEP
     most = tl.full([q.shape[0], PER_STEP], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0], PER_STEP], tl.float32)
-    for piece in tl.static_range(pieces):
+    for piece in range(pieces):
         logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
         logits = tl.where(valid_n[None, :], logits * scale_log2, float("-inf"))
         split = tl.reshape(logits, [q.shape[0], PER_STEP, lanes])
@@ -161,7 +161,7 @@ def _step_max(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK: tl.const
     """Maximum over each block [BLOCK_M, PER_STEP]; NaN shows up."""
     pieces: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     most = tl.full([q.shape[0], PER_STEP], float("-inf"), tl.float32)
-    for piece in tl.static_range(pieces):
+    for piece in range(pieces):
         logits, valid_n = _piece(q, k_base, stride_ks, step, piece, length, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
         logits = tl.where(valid_n[None, :], logits * scale_log2, float("-inf"))
         split = tl.reshape(logits, [q.shape[0], PER_STEP, BLOCK_N // PER_STEP])

@@ -216,7 +216,7 @@ def _partial_tile(q_pooled: Tensor) -> Tile:
     if q_pooled.dtype == torch.float32:
         # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
         return Tile(32, 32, 4, 1) if rank <= 64 else Tile(16, 32, 4, 1)
-    return Tile(128, 128, 8, 3) if rank <= 64 else Tile(64, 64, 4, 2)
+    return Tile(128, 64, 4, 3) if rank <= 64 else Tile(64, 64, 4, 1)
 
 
 def _even(total: int, part: int) -> int:

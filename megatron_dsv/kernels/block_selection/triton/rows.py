@@ -98,7 +98,7 @@ def _fixed_point(mass):
 
 @triton.jit
 def _count_of_mass(order, mass, theta):
-    """How many of the best blocks it takes until their mass reaches theta of the whole; equal scores have equal mass."""
+    """How many of the best blocks reach theta of the whole mass, where equal scores have equal mass."""
     target = (tl.sum(mass, 0) * theta + 4194303) >> 22
     threshold = tl.zeros((), tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
