@@ -134,7 +134,7 @@ def test_dense_flash4_repeats_bitwise_when_asked():
         assert all(torch.equal(mine, first) for mine, first in zip(run, runs[0]))
 
 
-def test_auto_compiles_once_for_every_length_and_waits_for_nothing():
+def test_auto_compiles_into_one_graph_and_waits_for_nothing():
     compiled = torch.compile(lambda *x: (dense.dense_attention(*x[:3]), api.sparse_attention(*x)), fullgraph=True,
                              backend="aot_eager")
     torch._dynamo.reset()
