@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
+from megatron_dsv.kernels.block_scores.api import chunked_block_scores, pool_queries
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention import api as sparse
@@ -125,7 +125,8 @@ def select_blocks(hidden: Tensor, weight: Tensor, heads: int, q_block: int, kv_b
     tokens = hidden.shape[0]
     low_rank = torch.nn.functional.linear(hidden, weight).view(tokens, 1, 2 * heads, RANK)
     pooled = pool_queries(low_rank[:, :, :heads], q_block_size=q_block, proxies=PROXIES)
-    scores = block_scores(pooled, low_rank[:, :, heads:], kv_block_size=kv_block, proxies=PROXIES, reduction="mass")
+    scores = chunked_block_scores(pooled, low_rank[:, :, heads:], kv_block_size=kv_block, proxies=PROXIES,
+                                  reduction="mass")
     return select(scores, rule="topk", head_budgets=[max(1, round(0.1 * tokens / kv_block))] * heads,
                   num_kv_heads=heads, num_queries=tokens, num_keys=tokens, q_block_size=q_block,
                   kv_block_size=kv_block).with_transposed()

@@ -34,7 +34,7 @@ def choose(pass_name: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelecti
         return "reference"
     able = ("triton", *(name for name in _LIBRARIES
                         if _limit(name, q, k, v, selection, deterministic) is None))
-    density = min(1.0, selection.max_row_count / max(1, selection.num_kv_blocks))
+    density = min(1.0, selection.entries_bound / max(1, selection.row_start.numel() * selection.num_kv_blocks))
     return _fastest(pass_name, able, device_name(q.device), max(q.shape[0], k.shape[0]),
                     q.shape[1] * q.shape[2], q.shape[3], density, selection.q_block_size, selection.kv_block_size)
 
