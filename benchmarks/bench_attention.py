@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from attention import inputs, report
-from attention.cases import DENSITY_GRID, Group, Point, Shape, choose, dispatch_case, suite
+from attention.cases import DEFAULTS, DENSITY_GRID, Group, Point, Shape, choose, dispatch_case, suite
 from attention.gate import GateError, check_dense, check_samples, check_sparse
 from attention.pipeline import DenseRun, SparseRun
 from attention.timing import Clock, Times, interleaved, peak_mib
@@ -155,7 +155,7 @@ class Bench:
         return served
 
     def _green(self, point: Point, shape: Shape) -> bool:
-        key = (point.granularity, point.backend, shape.head_dim, point.deterministic)
+        key = (point.granularity, point.backend, shape.head_dim, point.deterministic, point.proxies)
         return self._gate(key, lambda: check_sparse(point, shape, self.device, self.dtype))
 
     def _gate(self, key: tuple, check: Callable[[], None]) -> bool:
@@ -213,6 +213,7 @@ class Bench:
         total = times.median()
         row = {"case": point.case, **facts, "keep_ratio": point.keep_ratio, "granularity": point.granularity,
                "backend": point.backend, "lists": point.lists, "deterministic": point.deterministic,
+               "proxies": point.proxies, "reduction": DEFAULTS.dsv_score_reduction,
                **{f"{stage}_ms": round(times.median(stage), 4) for stage in run.stages}, "total_ms": round(total, 4)}
         for name in ("flash4", "cudnn"):
             dense = row[f"dense_{name}_ms"]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_dsv.config import DSVConfig
+
 GRANULARITIES = {"block-64": (64, 64), "block-128": (128, 128), "token-128": (128, 1)}
 """Name -> (tokens of a query group, tokens of a key block)."""
 
-RANK = 16
-PROXIES = 4
+DEFAULTS = DSVConfig()
+RANK = DEFAULTS.dsv_predictor_rank
 LAYER_HEADS = 24
 DENSITY_GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Kept shares at which the dispatcher is asked for its way."""
@@ -40,7 +42,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Point:
-    """One sparse measurement; ``case``, ``granularity``, ``backend``, ``lists`` and ``keep_ratio`` are its key."""
+    """One sparse measurement; ``case``, ``granularity``, ``backend``, ``lists`` and ``keep_ratio`` are its key.
+
+    Selection scores blocks as a run does by default, unless ``proxies`` says otherwise.
+    """
 
     case: str
     granularity: str
@@ -48,6 +53,7 @@ class Point:
     lists: str = "uniform"
     keep_ratio: float = 0.1
     deterministic: bool = False
+    proxies: int = DEFAULTS.dsv_predictor_proxies
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -80,7 +86,8 @@ class Group:
         """Rough seconds on a GPU, to deal groups out evenly: two a point and some for compilation."""
         long = (self.shape.tokens * self.shape.heads * self.shape.head_dim) / (65536 * 24 * 128)
         dense = max(2.0, 0.3 * long * self.shape.tokens / 65536 * 2)
-        return 2.5 * (len(self.points) + len(self.dispatch)) + 2 * dense + 8
+        compilation = 12 if self.shape.head_dim == 128 else 30
+        return 2.3 * (len(self.points) + len(self.dispatch)) + 2 * dense + compilation
 
 
 def dispatch_case(shape: Shape) -> str:
@@ -130,6 +137,7 @@ def choose(groups: list[Group], part: tuple[int, int], only: str | None) -> list
 
 _BEST = (("block-128", "flash4"), ("block-128", "cudnn"), ("block-64", "cudnn"))
 _OWN = (("block-64", "triton"), ("block-128", "triton"))
+_AUTO = (("block-128", "auto"),)
 
 
 def _points(case: str, kinds: tuple[tuple[str, str], ...], keeps: tuple[float, ...] = (0.1,),
@@ -139,17 +147,21 @@ def _points(case: str, kinds: tuple[tuple[str, str], ...], keeps: tuple[float, .
 
 def _hopper() -> list[Group]:
     token = (("token-128", "triton"),)
-    every = (*_BEST, *_OWN, *token)
+    every = (*_BEST, *_OWN, *token, *_AUTO, ("block-64", "auto"))
+    blocks = (*_BEST, *_OWN, *_AUTO)
     repeatable = tuple(Point("64k-deterministic", granularity, "triton", deterministic=True)
                        for granularity in GRANULARITIES)
+    one_proxy = (Point("64k-one-proxy", "block-64", "cudnn", proxies=1),
+                 Point("64k-one-proxy", "block-128", "flash4", proxies=1),
+                 Point("64k-one-proxy", "token-128", "triton", proxies=1))
     groups = [
-        Group(Shape(65536), _points("64k", every) + _points("64k", every, lists="skewed") + repeatable),
-        Group(Shape(65536), _points("64k", (*_BEST, *_OWN), keeps=(0.05, 0.2)) + _points("64k", token, keeps=(0.2,)),
+        Group(Shape(65536), _points("64k", every) + _points("64k", every[:6], lists="skewed") + repeatable + one_proxy),
+        Group(Shape(65536), _points("64k", blocks, keeps=(0.05, 0.2)) + _points("64k", token, keeps=(0.2,)),
               dispatch=("block-64", "block-128")),
-        Group(Shape(131072), _points("128k", (*_BEST, *_OWN))),
-        Group(Shape(262144), _points("256k", (*_BEST, *_OWN))),
-        Group(Shape(16384), _points("16k", (*_BEST, *_OWN)), dispatch=("block-64", "block-128")),
-        *(Group(Shape(tokens, heads=3, shards=8), _points(f"3heads-{tokens // 1024}k", (*_BEST, *_OWN)))
+        Group(Shape(131072), _points("128k", blocks)),
+        Group(Shape(262144), _points("256k", blocks)),
+        Group(Shape(16384), _points("16k", blocks), dispatch=("block-64", "block-128")),
+        *(Group(Shape(tokens, heads=3, shards=8), _points(f"3heads-{tokens // 1024}k", blocks))
           for tokens in (65536, 32768, 16384)),
         *(Group(Shape(65536, head_dim=dim, hidden=LAYER_HEADS * dim),
                 _points(f"d{dim}", (("block-128", "flash4"), *_OWN))) for dim in (64, 96, 256)),

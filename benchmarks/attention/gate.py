@@ -66,7 +66,8 @@ def check_sparse(point: Point, shape: Shape, device: torch.device, dtype: torch.
         what = f"{point.granularity} {point.backend} d {shape.head_dim} {lists} lists"
         selection = run.select()
         mask = selection.block_mask()
-        check_lists(mask, run.scores(), run.budgets, trial.blocks, what)
+        # Tokens are chosen without a stored score: rounding may differ where scores are recomputed.
+        check_lists(mask, run.scores(), run.budgets, trial.blocks, what, tolerance=0 if trial.blocks[1] > 1 else 1e-3)
         out, lse = run.forward(selection)
         grads = run.backward(selection, out, lse)
         _compare((out, *grads), x, token_mask(mask, selection), what)
@@ -79,10 +80,12 @@ def check_sparse(point: Point, shape: Shape, device: torch.device, dtype: torch.
                 raise GateError(f"{what}: a repeat differs under deterministic=True")
 
 
-def check_lists(mask: Tensor, scores: Tensor, budgets: list[int], blocks: tuple[int, int], what: str) -> None:
+def check_lists(mask: Tensor, scores: Tensor, budgets: list[int], blocks: tuple[int, int], what: str,
+                tolerance: float = 0.0) -> None:
     """``mask`` [1, h, Nq, Nk] must hold the ``budgets`` best blocks of every row by a full sort of ``scores``.
 
-    The group's own blocks come first, then larger scores, then lower numbers.
+    The group's own blocks come first, then larger scores, then lower numbers. With a ``tolerance``, scores that differ
+    by less than that share of themselves may change places: for selections that never write their scores.
 
     Raises:
         GateError: a row differs.
@@ -92,10 +95,15 @@ def check_lists(mask: Tensor, scores: Tensor, budgets: list[int], blocks: tuple[
     q_block, kv_block = blocks
     own = ((block + 1) * kv_block > group * q_block) & (block * kv_block < (group + 1) * q_block)
     for head, budget in enumerate(budgets):
-        ranking = scores[0, head].double().cpu().masked_fill(own, torch.inf)
-        order = ranking.sort(dim=-1, descending=True, stable=True).indices[:, :max(budget, int(own.sum(1).max()))]
-        expected = torch.zeros(groups, keys, dtype=torch.bool).scatter_(1, order, True)
-        wrong = (expected != mask[0, head].cpu()).any(1)
+        kept, ranking = mask[0, head].cpu(), scores[0, head].double().cpu().masked_fill(own, torch.inf)
+        count = max(budget, int(own.sum(1).max()))
+        if tolerance:
+            least = ranking.masked_fill(~kept, torch.inf).amin(1)
+            left = ranking.masked_fill(kept | own, -torch.inf).amax(1)
+            wrong = (kept.sum(1) != count) | (own & ~kept).any(1) | (left > least + tolerance * least.abs())
+        else:
+            order = ranking.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+            wrong = (torch.zeros_like(kept).scatter_(1, order, True) != kept).any(1)
         if wrong.any():
             raise GateError(f"{what}: {int(wrong.sum())} of {groups} rows of head {head} differ from a full sort, "
                             f"the first is row {int(wrong.nonzero()[0])}")

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.cases import PROXIES, RANK, Point, Shape
+from attention.cases import DEFAULTS, RANK, Point, Shape
 from attention.inputs import Hidden, Problem
-from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores, pool_queries
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention import api as sparse
@@ -45,18 +46,25 @@ class SparseRun:
         both = columns.reshape(shape.tokens, 1, 2, shape.heads, RANK)
         return both[:, :, 0], both[:, :, 1]
 
+    def pooled(self) -> tuple[Tensor, Tensor]:
+        """Proxies [Nq * P, 1, h, r] of the query groups, and k_lr [S, 1, h, r]."""
+        q_lr, k_lr = self.low_rank()
+        return pool_queries(q_lr, q_block_size=self.point.blocks[0], proxies=self.point.proxies,
+                            query_length=self.shape.tokens), k_lr
+
     def scores(self) -> Tensor:
-        """Block scores as ``select`` ranks them."""
-        return self._scores(*self.low_rank())
+        """Block scores as the selection ranks them, fp32 [1, h, Nq, Nk]; for checks, since it holds all of them."""
+        return block_scores(*self.pooled(), kv_block_size=self.point.blocks[1], **self._scoring())
 
     def select(self) -> KVSelection:
         """Lists, with their key-major twin where the backend walks it."""
-        q_block, kv_block = self.point.blocks
-        tokens = self.shape.tokens
+        pooled, k_lr = self.pooled()
+        (q_block, kv_block), tokens = self.point.blocks, self.shape.tokens
+        scores = chunked_block_scores(pooled, k_lr, kv_block_size=kv_block, **self._scoring())
         selection = select(
-            self._scores(*self.low_rank()), rule="topk", num_kv_heads=self.shape.heads, num_queries=tokens,
-            num_keys=tokens, q_block_size=q_block, kv_block_size=kv_block, head_budgets=self.budgets,
-            score_kind="mass", kv_length=tokens, query_length=tokens)
+            scores, rule="topk", num_kv_heads=self.shape.heads, num_queries=tokens, num_keys=tokens,
+            q_block_size=q_block, kv_block_size=kv_block, head_budgets=self.budgets,
+            score_kind=DEFAULTS.dsv_score_reduction, kv_length=tokens, query_length=tokens)
         return selection.with_transposed() if self._walks_twin() else selection
 
     def forward(self, selection: KVSelection) -> tuple[Tensor, Tensor]:
@@ -80,15 +88,13 @@ class SparseRun:
         self.backward(selection, out, lse)
         mark()
 
-    def _scores(self, q_lr: Tensor, k_lr: Tensor) -> Tensor:
-        q_block, kv_block = self.point.blocks
-        tokens = self.shape.tokens
-        pooled = pool_queries(q_lr, q_block_size=q_block, proxies=PROXIES, query_length=tokens)
-        return block_scores(pooled, k_lr, kv_block_size=kv_block, proxies=PROXIES, reduction="mass",
-                            kv_length=tokens, softmax_scale=RANK**-0.5)
+    def _scoring(self) -> dict[str, Any]:
+        return {"proxies": self.point.proxies, "reduction": DEFAULTS.dsv_score_reduction,
+                "kv_length": self.shape.tokens, "softmax_scale": RANK**-0.5}
 
     def _walks_twin(self) -> bool:
-        if self.point.backend in ("cudnn", "reference"):
+        if self.point.backend in ("auto", "cudnn", "reference"):
+            # The first leaves it to the backward that it picks, as a training step does; the others have no use for it.
             return False
         return self.point.blocks[1] > 1 or self.point.deterministic
 

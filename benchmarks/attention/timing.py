@@ -18,6 +18,8 @@ import torch
 from attention.pipeline import Mark
 
 SLICE_SECONDS = 0.5
+SHORT_MS = 50.0
+"""Below this, the time to enqueue an iteration on an idle device is seen in it."""
 
 
 class Run(Protocol):
@@ -76,7 +78,7 @@ class Clock:
 def interleaved(runs: dict[str, Run], clock: Clock, seconds: float) -> dict[str, Times]:
     """At least ``seconds`` of back-to-back iterations of every run, in slices, one run after the other.
 
-    Each run is warmed up first. The first iteration of a slice is not counted where the slice has others: the device
+    Each run is warmed up first. The first iteration of a slice is not counted where iterations are short: the device
     idles while it is enqueued.
     """
     results = {name: Times({stage: [] for stage in run.stages}) for name, run in runs.items()}
@@ -90,8 +92,9 @@ def interleaved(runs: dict[str, Run], clock: Clock, seconds: float) -> dict[str,
     while pending := [name for name in runs if results[name].seconds < seconds]:
         for name in pending:
             count = max(1, math.ceil(min(SLICE_SECONDS, seconds) * 1e3 / estimates[name]))
-            rows = _slice(runs[name], clock, count + (count > 1))
-            results[name].add(runs[name].stages, rows[count > 1:])
+            spare = int(estimates[name] < SHORT_MS)
+            rows = _slice(runs[name], clock, count + spare)
+            results[name].add(runs[name].stages, rows[spare:])
     return results
 
 
