@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from attention.cases import RANK, Point, Shape
-from megatron_dsv.sparsity.budget import head_budgets
 
 _AMPLITUDE = 4.0
 _TOKEN_NOISE = 0.05
@@ -59,14 +58,15 @@ def problem(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 
 def budgets(shape: Shape, point: Point) -> list[int]:
     """Blocks that every row of a head keeps.
 
-    Uniform lists: the same for all heads. Skewed lists: two heads keep everything, and the others share what is left
-    of the uniform lists' entries, none more than one block more than another.
+    Uniform lists: the same for all heads, the whole number nearest to the kept share. Skewed lists: two heads keep
+    everything, and the others share what is left of the uniform lists' entries, none more than one block more than
+    another.
 
     Raises:
         ValueError: two dense heads would take more than there is.
     """
     blocks = -(-shape.tokens // point.blocks[1])
-    even = head_budgets([1.0] * shape.heads, blocks, forced_keep_ratio=point.keep_ratio)
+    even = [max(1, round(point.keep_ratio * blocks))] * shape.heads
     if point.lists == "uniform":
         return even
     others = shape.heads - 2
