@@ -1,6 +1,7 @@
 """Measures the rows of megatron_dsv/kernels/timings_h200.py: backends of dense and sparse attention, and selection.
 
     python benchmarks/bench_timings.py --output rows.json [--only dense,sparse,selection] [--backends flash4,cudnn]
+        [--granularities 128x128,64x64] [--head-dims 128,64] [--tokens 16384,65536]
 
 Prints the rows as Python source. Lists are random, ascending, and of equal counts; each number is the mean of a loop of
 ``--point-seconds`` after a warm-up, with the clock of a GPU that has been busy since the start of the run. A backend
@@ -76,11 +77,14 @@ def inputs(tokens: int, heads: int, head_dim: int) -> tuple[Tensor, ...]:
     return q, k, v, dout, out, torch.full((1, heads, tokens), math.log(tokens) + 0.5, device="cuda")
 
 
-def dense_rows(seconds: float, wanted: set[str]) -> Iterator[Row]:
+def dense_rows(args: argparse.Namespace) -> Iterator[Row]:
+    seconds = args.point_seconds
     for head_dim, shapes in SHAPES.items():
         for tokens, heads in shapes:
+            if head_dim not in args.head_dims or tokens not in args.tokens:
+                continue
             q, k, v, dout, out, lse = inputs(tokens, heads, head_dim)
-            for backend in sorted(wanted & {"sdpa", "flash4"}):
+            for backend in (name for name in ("sdpa", "flash4") if name in args.backends):
                 try:
                     times = (milliseconds(seconds, dense.forward, q, k, v, backend=backend),
                              milliseconds(seconds, dense.backward, dout, q, k, v, out, lse, backend=backend))
@@ -90,14 +94,22 @@ def dense_rows(seconds: float, wanted: set[str]) -> Iterator[Row]:
                 yield DenseRow(backend, tokens, heads, head_dim, *times)
 
 
-def sparse_rows(seconds: float, wanted: set[str]) -> Iterator[Row]:
+def sparse_rows(args: argparse.Namespace) -> Iterator[Row]:
+    seconds = args.point_seconds
     for head_dim, shapes in SHAPES.items():
         for tokens, heads in shapes:
+            if head_dim not in args.head_dims or tokens not in args.tokens:
+                continue
             q, k, v, dout, out, lse = inputs(tokens, heads, head_dim)
-            for (q_block, kv_block), backends in GRANULARITIES.items():
-                for density in DENSITIES[head_dim] if wanted & set(backends) else ():
+            for (q_block, kv_block), able in GRANULARITIES.items():
+                backends = [name for name in able if name in args.backends]
+                if not backends or f"{q_block}x{kv_block}" not in args.granularities:
+                    continue
+                for density in DENSITIES[head_dim]:
+                    if tokens > 32768 and density > 0.5:
+                        continue
                     lists = random_lists(tokens, heads, q_block, kv_block, density)
-                    for backend in (name for name in backends if name in wanted):
+                    for backend in backends:
                         try:
                             times = (
                                 milliseconds(seconds, sparse.forward, q, k, v, lists, backend=backend),
@@ -110,12 +122,15 @@ def sparse_rows(seconds: float, wanted: set[str]) -> Iterator[Row]:
                         yield SparseRow(backend, q_block, kv_block, tokens, heads, head_dim, kept, *times)
 
 
-def selection_rows(seconds: float, _wanted: set[str]) -> Iterator[Row]:
+def selection_rows(args: argparse.Namespace) -> Iterator[Row]:
+    seconds = args.point_seconds
     for tokens, heads in SHAPES[128]:
+        if tokens not in args.tokens:
+            continue
         hidden = torch.randn(tokens, heads * 128, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(2 * heads * RANK, heads * 128, dtype=torch.bfloat16, device="cuda")
         for q_block, kv_block in GRANULARITIES:
-            if kv_block > 1:
+            if kv_block > 1 and f"{q_block}x{kv_block}" in args.granularities:
                 yield SelectionRow(q_block, kv_block, tokens, heads,
                                    milliseconds(seconds, select_blocks, hidden, weight, heads, q_block, kv_block))
 
@@ -132,18 +147,29 @@ def select_blocks(hidden: Tensor, weight: Tensor, heads: int, q_block: int, kv_b
                   kv_block_size=kv_block).with_transposed()
 
 
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="dense,sparse,selection")
-    parser.add_argument("--backends", default="sdpa,flash4,triton,cudnn")
+    parser.add_argument("--backends", type=_words, default=_words("sdpa,flash4,triton,cudnn"))
+    parser.add_argument("--granularities", type=_words, default=_words("64x64,128x128,128x1"))
+    parser.add_argument("--head-dims", type=_numbers, default=list(SHAPES))
+    parser.add_argument("--tokens", type=_numbers, default=[tokens for tokens, _ in SHAPES[128]])
     parser.add_argument("--point-seconds", type=float, default=0.15)
     arguments = parser.parse_args()
     parts = {"dense": dense_rows, "sparse": sparse_rows, "selection": selection_rows}
     rows = []
     with torch.no_grad():
         for name in arguments.only.split(","):
-            for row in parts[name](arguments.point_seconds, set(arguments.backends.split(","))):
+            for row in parts[name](arguments):
                 rows.append(row)
                 values = ", ".join(f"{x:.4g}" if isinstance(x, float) else repr(x).replace("'", '"') for x in row)
                 print(f"    {type(row).__name__}({values}),", flush=True)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.dense_attention import flash4 as dense_flash4
-from megatron_dsv.kernels.selection import from_block_mask
+from megatron_dsv.kernels.selection import KVSelection, from_block_mask
 from megatron_dsv.kernels.sparse_attention import api, cudnn, flash4
 from megatron_dsv.testing.attention_oracle import (
     AttentionCase,
@@ -152,3 +152,47 @@ def test_auto_compiles_into_one_graph_and_waits_for_nothing():
                                 (dout, dout))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", ["flash4", "cudnn"])
+def test_addresses_beyond_2_to_the_31_elements(backend):
+    """Every group attends to its own block alone, so the last one can be checked by itself."""
+    s, h, d, block = 262144 + 128, 64, 128, 128
+    q, k, v, dout = (torch.randn(s, 1, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    assert q.numel() > 2**31
+    blocks = s // block
+    own = torch.arange(blocks, dtype=torch.int32, device="cuda")
+    start = own.long().expand(1, h, blocks).contiguous()
+    selection = KVSelection(own, start, torch.ones_like(start, dtype=torch.int32),
+                            torch.full((1, h), s, dtype=torch.int32, device="cuda"), s, s, block, block, 1)
+    selection = replace(selection, transposed=selection)
+    if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):
+        pytest.skip(reason)
+    out, lse = api.forward(q, k, v, selection, backend=backend)
+    grads = api.backward(dout, q, k, v, out, lse, selection, backend=backend)
+    rows = slice(s - block, s)
+    part = [x[rows, :, -1:] for x in (q, k, v, dout)]
+    mask = torch.ones(1, 1, block, block, dtype=torch.bool, device="cuda")
+    _, exact = _exact(part, mask, d)
+    rounded = rounded_reference(part[3], *part[:3], mask, d ** -0.5)
+    for name, got, low, true in zip(("out", "dq", "dk", "dv"), (out, *grads), rounded, exact):
+        assert_within_budget(got[rows, :, -1:], low, true, name)
+
+
+def test_a_side_stream_is_the_one_that_is_used():
+    selection, _, (q, k, v, dout) = _inputs(CASE)
+    if reason := flash4.limit(q, selection) or cudnn.limit(q, k, v, selection):
+        pytest.skip(reason)
+    for backend in ("flash4", "cudnn"):
+        out, lse = api.forward(q, k, v, selection, backend=backend)
+        exact = api.backward(dout, q, k, v, out, lse, selection, backend=backend)
+        stream, late = torch.cuda.Stream(), torch.empty_like(q)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            late.copy_(q)
+            got, got_lse = api.forward(late, k, v, selection, backend=backend)
+            grads = api.backward(dout, late, k, v, got, got_lse, selection, backend=backend)
+        stream.synchronize()
+        for mine, other in zip((got, *grads), (out, *exact)):
+            torch.testing.assert_close(mine, other, rtol=2**-6, atol=1e-3)
