@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_dsv.kernels.attention_profile.api import block_mass, smallest_set
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.sparsity.lengths import Length, key_lengths, query_lengths
 
-_TILE_ELEMENTS = 2**24
-"""Attention probabilities held at once (64 MiB in fp32)."""
+_ROW_ELEMENTS = 2**25
+"""Attention probabilities of single queries held at once (128 MiB in fp32), or one query's of all heads."""
 
 FIELDS = ("sparsity", "block_fraction", "recall")
 
@@ -129,11 +130,12 @@ def selected_blocks(selection: KVSelection, group_ids: Tensor) -> Tensor:
 @torch.no_grad()
 def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, q_block_size: int, kv_block_size: int,
                             softmax_scale: float, theta: float, budget_mass: float, kv_length: Length = None,
-                            kept_blocks: Tensor | None = None, sparsity_stride: int = 1) -> GroupProfile:
+                            kept_blocks: Tensor | None = None, sparsity_stride: int = 1,
+                            backend: str = "auto") -> GroupProfile:
     """Profile query groups that were gathered from wherever they live.
 
-    Works head by head with at most ``_TILE_ELEMENTS`` probabilities (or one group's) in memory, in fp32, or in fp64
-    for fp64 inputs. Padded queries and keys take no part. Nothing waits for the device. NaN inputs make NaN results.
+    In fp32, or in fp64 for fp64 inputs. Padded queries and keys take no part. Nothing waits for the device. NaN inputs
+    make NaN results.
 
     Args:
         q_groups: [n*g, b, h, d], group after group.
@@ -146,76 +148,44 @@ def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, 
         budget_mass: mass that a group's budget must hold, in (0, 1].
         kv_length: real keys: None for all, an int, or [b] or [b, G].
         kept_blocks: bool [b, h, n, Nk], what a selection keeps of each group; None leaves ``recall`` without a count.
-        sparsity_stride: measure ``sparsity`` on every such query only; it sorts all keys of each of them.
+        sparsity_stride: measure ``sparsity`` on every such query of a group only; it holds all keys of each of them.
+        backend: of ``kernels.attention_profile``.
 
     Returns:
         Sums and counts per head, on the device of ``k``.
 
     Raises:
         ValueError: shapes that do not fit, or a mass outside (0, 1].
+        NotImplementedError: an explicit backend cannot serve the request.
     """
-    n, nk = _check(q_groups, k, valid_rows, q_block_size, kv_block_size, theta, budget_mass, kept_blocks,
-                   sparsity_stride)
+    n, _ = _check(q_groups, k, valid_rows, q_block_size, kv_block_size, theta, budget_mass, kept_blocks,
+                  sparsity_stride)
     s, b, g_kv, _ = k.shape
     h = q_groups.shape[2]
-    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
     lengths = key_lengths(kv_length, batch=b, num_kv_heads=g_kv, num_keys=s, device=k.device)
-    sums = torch.zeros(len(FIELDS), h, dtype=dtype, device=k.device)
-    counts = torch.zeros_like(sums)
-    step = max(1, _TILE_ELEMENTS // (q_block_size * s))
-    for batch in range(b):
-        for head in range(h):
-            kv_head = head // (h // g_kv)
-            keys, length = k[:, batch, kv_head].to(dtype), lengths[batch, kv_head]
-            for first in range(0, n, step):
-                last = min(first + step, n)
-                tile = slice(first * q_block_size, last * q_block_size)
-                real = valid_rows[tile, batch].reshape(-1, q_block_size) & (length > 0)
-                mass = _softmax_mass(q_groups[tile, batch, head].to(dtype), keys, length, softmax_scale)
-                mass = mass.reshape(last - first, q_block_size, s)
-                kept = None if kept_blocks is None else kept_blocks[batch, head, first:last]
-                values, samples = _tile_sums(mass, real, length, kept, nk, kv_block_size, theta, budget_mass,
-                                             sparsity_stride)
-                sums[:, head] += values
-                counts[:, head] += samples
-    return GroupProfile(sums, counts)
+    common = {"kv_length": lengths, "softmax_scale": softmax_scale, "backend": backend}
+    # Per query head: [b, h, 1].
+    length = lengths.repeat_interleave(h // g_kv, 1)[..., None]
 
+    sampled = torch.arange(n * q_block_size, device=k.device).reshape(n, q_block_size)[:, ::sparsity_stride].reshape(-1)
+    queries = valid_rows[sampled].T[:, None] & (length > 0)
+    step = max(1, _ROW_ELEMENTS // max(1, b * h * s))
+    critical = torch.cat([
+        smallest_set(block_mass(q_groups[rows], k, valid_rows=valid_rows[rows], q_block_size=1, kv_block_size=1,
+                                **common), theta, backend=backend)
+        for rows in sampled.split(step)], -1)
+    sparsity = 1.0 - critical / length
 
-def _softmax_mass(q: Tensor, k: Tensor, length: Tensor, softmax_scale: float) -> Tensor:
-    """[rows, s] probabilities over the real keys, 0 for padding."""
-    padding = torch.arange(k.shape[0], device=k.device) >= length
-    logits = q @ k.T * softmax_scale
-    return logits.masked_fill_(padding, -torch.inf).softmax(-1)
-
-
-def _tile_sums(mass: Tensor, real: Tensor, length: Tensor, kept: Tensor | None, nk: int, kv_block_size: int,
-               theta: float, budget_mass: float, sparsity_stride: int) -> tuple[Tensor, Tensor]:
-    """Sums and counts [3] over the groups of mass [groups, g, s] whose queries are real [groups, g]."""
-    queries = real[:, ::sparsity_stride]
-    critical = _smallest_set(mass[:, ::sparsity_stride], theta)
-    sparsity = (1.0 - critical / length).masked_fill(~queries, 0.0).sum()
-
-    groups = real.any(1)
-    group_mass = mass.masked_fill(~real[..., None], 0.0).sum(1)
-    group_mass = torch.nn.functional.pad(group_mass, (0, nk * kv_block_size - mass.shape[-1]))
-    blocks = group_mass.reshape(-1, nk, kv_block_size).sum(-1)
-    valid_blocks = (length + kv_block_size - 1) // kv_block_size
-    fraction = (_smallest_set(blocks, budget_mass) / valid_blocks).masked_fill(~groups, 0.0).sum()
-
-    recall, recalls = torch.zeros_like(sparsity), torch.zeros_like(groups)
-    if kept is not None:
-        share = blocks.masked_fill(~kept, 0.0).sum(-1) / blocks.sum(-1)
-        recall, recalls = share.masked_fill(~groups, 0.0).sum(), groups
-    samples = torch.stack((queries.sum(), groups.sum(), recalls.sum())).to(mass.dtype)
-    return torch.stack((sparsity, fraction, recall)), samples
-
-
-def _smallest_set(mass: Tensor, target: float) -> Tensor:
-    """Entries of the smallest set along the last dimension whose share of the mass reaches ``target``; NaN stays."""
-    running = mass.sort(dim=-1, descending=True).values.cumsum(-1)
-    total = running[..., -1]
-    count = (running < target * total[..., None]).sum(-1) + 1
-    return torch.where(total.isnan(), total, count.to(total.dtype))
+    groups = valid_rows.reshape(n, q_block_size, b).any(1).T[:, None] & (length > 0)
+    blocks = block_mass(q_groups, k, valid_rows=valid_rows, q_block_size=q_block_size, kv_block_size=kv_block_size,
+                        **common)
+    fraction = smallest_set(blocks, budget_mass, backend=backend) / ((length + kv_block_size - 1) // kv_block_size)
+    recall, recalls = torch.zeros_like(fraction), torch.zeros_like(groups)
+    if kept_blocks is not None:
+        recall, recalls = blocks.masked_fill(~kept_blocks, 0.0).sum(-1) / blocks.sum(-1), groups
+    parts = ((sparsity, queries), (fraction, groups), (recall, recalls))
+    return GroupProfile(torch.stack([value.masked_fill(~real, 0.0).sum((0, 2)) for value, real in parts]),
+                        torch.stack([real.sum((0, 2)) for _, real in parts]).to(blocks.dtype))
 
 
 def _check(q_groups: Tensor, k: Tensor, valid_rows: Tensor, q_block_size: int, kv_block_size: int, theta: float,

@@ -50,7 +50,7 @@ def test_value_and_gradients_are_those_of_autograd(seed, rows, s, b, heads, ragg
     expected = oracle(*leaves, q, k, lengths, mask, 0.4, *weights)
     expected_grads = torch.autograd.grad(expected, leaves)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_dsv.sparsity.predictor_loss._TILE_ELEMENTS", tile)
+        patch.setattr("megatron_dsv.kernels.predictor_loss.reference._TILE_ELEMENTS", tile)
         loss, *grads = predictor_loss_and_grads(q_lr, k_lr, q, k, softmax_scale=0.4, kv_length=lengths,
                                                 row_mask=mask, cosine_weight=weights[0], norm_weight=weights[1])
     assert torch.allclose(loss, expected, rtol=1e-10, atol=1e-12)

@@ -72,7 +72,8 @@ def test_profile_is_that_of_the_softmax_matrix(seed, kvb, heads, s_q, s, with_se
         selection = from_block_mask(mask, lengths.int(), num_queries=s_q, num_keys=s, q_block_size=qb,
                                     kv_block_size=kvb)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_dsv.sparsity.profile._TILE_ELEMENTS", tile)
+        patch.setattr("megatron_dsv.kernels.attention_profile.reference._TILE_ELEMENTS", tile)
+        patch.setattr("megatron_dsv.sparsity.profile._ROW_ELEMENTS", tile)
         profile = profile_query_groups(q, k, group_ids=groups, q_block_size=qb, kv_block_size=kvb, softmax_scale=0.7,
                                        theta=theta, budget_mass=budget_mass, kv_length=lengths, query_length=reals,
                                        selection=selection)

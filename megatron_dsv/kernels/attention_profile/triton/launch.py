@@ -1,0 +1,144 @@
+"""From query groups and keys to the launches.
+
+Dims: n query groups of g tokens, s keys, b batch, h query heads, G key/value heads, d head dim, Nk key blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_dsv.kernels.attention_profile.triton.kernels import (
+    _attention_profile_lse_kernel,
+    _attention_profile_mass_kernel,
+    _attention_profile_smallest_set_kernel,
+)
+from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
+from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
+
+MAX_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SPAN_TOKENS = 4096
+"""Keys that one program walks: enough to bury its start, few enough that few rows still fill the device."""
+_ROW_ELEMENTS = 4096
+
+
+def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q_block_size: int, kv_block_size: int,
+               softmax_scale: float) -> Tensor:
+    """fp32 [b, h, n, Nk] of q [n * g, b, h, d], k [s, b, G, d], valid_rows [n * g, b] and kv_length [b, G]."""
+    _check_limits(q, k)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    rows, b, h, _ = q.shape
+    blocks = -(-k.shape[0] // kv_block_size)
+    partial = torch.empty((b, h, rows, num_spans(k.shape[0])), dtype=torch.float32, device=q.device)
+    out = torch.empty((b, h, rows // q_block_size, blocks), dtype=torch.float32, device=q.device)
+    with _on_device(q):
+        plan_lse(q, k, kv_length, partial, softmax_scale).run()
+        plan_mass(q, k, valid_rows, kv_length, torch.logsumexp(partial, -1), out, q_block_size=q_block_size,
+                  kv_block_size=kv_block_size, softmax_scale=softmax_scale).run()
+    return out
+
+
+def smallest_set(mass: Tensor, target: float) -> Tensor:
+    """fp32 [...] of mass fp32 [..., width]."""
+    if not mass.is_cuda and not triton.knobs.runtime.interpret:
+        raise NotImplementedError("backend='triton' of smallest_set needs CUDA tensors (or TRITON_INTERPRET=1), got "
+                                  f"{mass.device.type}; use backend='reference'")
+    if mass.dtype != torch.float32:
+        raise NotImplementedError(f"backend='triton' of smallest_set takes torch.float32, got {mass.dtype}; use "
+                                  "backend='reference'")
+    mass = mass.contiguous()
+    out = torch.empty(mass.shape[:-1], dtype=torch.float32, device=mass.device)
+    with _on_device(mass):
+        plan_smallest_set(mass, out, target).run()
+    return out
+
+
+def num_spans(tokens: int) -> int:
+    """Spans that the keys of a sequence are cut into."""
+    return -(-tokens // _SPAN_TOKENS)
+
+
+def plan_lse(q: Tensor, k: Tensor, kv_length: Tensor, lse: Tensor, softmax_scale: float) -> Launch:
+    """The pass for the rows' denominators; writes lse [b, h, rows, spans] contiguous."""
+    tile = _pick_tile(q)
+    spans = num_spans(k.shape[0])
+    arguments = {"lse_ptr": lse, **_common(q, k, kv_length, softmax_scale), "num_rows": q.shape[0], "spans": spans}
+    grid = (-(-q.shape[0] // tile.block_m) * spans * q.shape[1] * q.shape[2], 1)
+    return Launch(_attention_profile_lse_kernel, grid, arguments, {**_constants(q, tile), "SPAN": _SPAN_TOKENS}, tile)
+
+
+def plan_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, lse: Tensor, out: Tensor, *,
+              q_block_size: int, kv_block_size: int, softmax_scale: float) -> Launch:
+    """The pass for the blocks' mass; reads lse [b, h, rows], writes out [b, h, n, Nk], all contiguous."""
+    tile = _pick_tile(q)
+    groups, blocks = out.shape[2], out.shape[3]
+    group_padded, kv_padded = _power_of_two(q_block_size), _power_of_two(kv_block_size)
+    per_tile = -(-tile.block_n // kv_padded)
+    span = max(1, _SPAN_TOKENS // (per_tile * kv_block_size)) * per_tile
+    spans = -(-blocks // span)
+    arguments = {"lse_ptr": lse, "valid_ptr": valid_rows.contiguous().view(torch.int8), "out_ptr": out,
+                 **_common(q, k, kv_length, softmax_scale), "num_groups": groups, "num_blocks": blocks,
+                 "batches": q.shape[1], "spans": spans}
+    constants = {**_constants(q, tile), "GROUP": q_block_size, "GROUP_PADDED": group_padded, "KV_BLOCK": kv_block_size,
+                 "KV_PADDED": kv_padded, "SPAN": span}
+    grid = (-(-groups // -(-tile.block_m // group_padded)) * spans * q.shape[1] * q.shape[2], 1)
+    return Launch(_attention_profile_mass_kernel, grid, arguments, constants, tile)
+
+
+def plan_smallest_set(mass: Tensor, out: Tensor, target: float) -> Launch:
+    """One program a row of mass [..., width]; writes out [...]."""
+    width = mass.shape[-1]
+    block = max(16, min(_ROW_ELEMENTS, _power_of_two(max(1, width))))
+    return Launch(_attention_profile_smallest_set_kernel, (out.numel(), 1),
+                  {"x_ptr": mass, "out_ptr": out, "target": float(target), "width": width}, {"BLOCK": block},
+                  Tile(1, block, 8 if block == _ROW_ELEMENTS else 4, 2))
+
+
+def _pick_tile(q: Tensor) -> Tile:
+    if q.dtype == torch.float32:
+        # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
+        return Tile(32, 32, 4, 1) if q.shape[-1] <= 128 else Tile(16, 32, 4, 1)
+    return Tile(64, 64, 4, 3) if q.shape[-1] <= 128 else Tile(64, 64, 4, 2)
+
+
+def _common(q: Tensor, k: Tensor, kv_length: Tensor, softmax_scale: float) -> dict[str, Any]:
+    strides = {f"stride_{name}{axis}": x.stride(i) for name, x, axes in (("q", q, "sbh"), ("k", k, "sbg"))
+               for i, axis in enumerate(axes)}
+    return {"q_ptr": q, "k_ptr": k, "kv_length_ptr": kv_length.contiguous(), **strides, "num_keys": k.shape[0],
+            "heads": q.shape[2], "kv_heads": k.shape[2], "scale_log2": softmax_scale * math.log2(math.e)}
+
+
+def _constants(q: Tensor, tile: Tile) -> dict[str, int]:
+    return {"HEAD_DIM": q.shape[-1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_D": max(16, _power_of_two(q.shape[-1]))}
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _check_limits(q: Tensor, k: Tensor) -> None:
+    way_out = "use backend='reference'"
+    interpreted = triton.knobs.runtime.interpret
+    if not k.is_cuda and not interpreted:
+        raise NotImplementedError("backend='triton' of block_mass needs CUDA tensors (or TRITON_INTERPRET=1), got "
+                                  f"{k.device.type}; {way_out}")
+    dtypes = DTYPES[1:] if interpreted else DTYPES
+    if q.dtype != k.dtype or k.dtype not in dtypes:
+        raise NotImplementedError(f"backend='triton' of block_mass takes {', '.join(map(str, dtypes))}"
+                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, q as k, got {q.dtype} and "
+                                  f"{k.dtype}; {way_out}")
+    if q.shape[-1] > MAX_DIM:
+        raise NotImplementedError(f"backend='triton' of block_mass takes head dims up to {MAX_DIM}, got "
+                                  f"{q.shape[-1]}; {way_out}")
+
+
+def _on_device(x: Tensor):
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
