@@ -1,4 +1,4 @@
-"""Cases of the Triton attention profile for the CPU interpreter; test_attention_profile_triton.py runs them on their own.
+"""Cases of the Triton attention profile for the CPU interpreter; test_attention_profile_triton.py runs them apart.
 
 TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
 """
@@ -103,5 +103,5 @@ def test_limits_name_the_way_out():
         block_mass(q.double(), k.double(), **arguments)
     with pytest.raises(NotImplementedError, match="head dims up to 256, got 300; use backend='reference'"):
         block_mass(torch.zeros(2, 1, 1, 300), torch.zeros(8, 1, 1, 300), **arguments)
-    with pytest.raises(NotImplementedError, match="takes torch.float32, got torch.float64; use backend='reference'"):
+    with pytest.raises(NotImplementedError, match=r"takes torch.float32, got torch.float64; use backend='reference'"):
         smallest_set(torch.ones(1, 3).double(), 0.5, backend="triton")

@@ -1,4 +1,4 @@
-"""Cases of the Triton predictor loss for the CPU interpreter; test_predictor_loss_triton.py runs them on their own.
+"""Cases of the Triton predictor loss for the CPU interpreter; test_predictor_loss_triton.py runs them apart.
 
 TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
 """
