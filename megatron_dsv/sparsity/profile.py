@@ -14,6 +14,7 @@ Dims: s keys, n query groups, g tokens per group, b batch, h query heads, G key/
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,7 +164,7 @@ def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, 
     s, b, g_kv, _ = k.shape
     h = q_groups.shape[2]
     lengths = key_lengths(kv_length, batch=b, num_kv_heads=g_kv, num_keys=s, device=k.device)
-    common = {"kv_length": lengths, "softmax_scale": softmax_scale, "backend": backend}
+    mass_of = functools.partial(block_mass, k=k, kv_length=lengths, softmax_scale=softmax_scale, backend=backend)
     # Per query head: [b, h, 1].
     length = lengths.repeat_interleave(h // g_kv, 1)[..., None]
 
@@ -171,14 +172,13 @@ def profile_gathered_groups(q_groups: Tensor, k: Tensor, *, valid_rows: Tensor, 
     queries = valid_rows[sampled].T[:, None] & (length > 0)
     step = max(1, _ROW_ELEMENTS // max(1, b * h * s))
     critical = torch.cat([
-        smallest_set(block_mass(q_groups[rows], k, valid_rows=valid_rows[rows], q_block_size=1, kv_block_size=1,
-                                **common), theta, backend=backend)
+        smallest_set(mass_of(q_groups[rows], valid_rows=valid_rows[rows], q_block_size=1, kv_block_size=1), theta,
+                     backend=backend)
         for rows in sampled.split(step)], -1)
     sparsity = 1.0 - critical / length
 
     groups = valid_rows.reshape(n, q_block_size, b).any(1).T[:, None] & (length > 0)
-    blocks = block_mass(q_groups, k, valid_rows=valid_rows, q_block_size=q_block_size, kv_block_size=kv_block_size,
-                        **common)
+    blocks = mass_of(q_groups, valid_rows=valid_rows, q_block_size=q_block_size, kv_block_size=kv_block_size)
     fraction = smallest_set(blocks, budget_mass, backend=backend) / ((length + kv_block_size - 1) // kv_block_size)
     recall, recalls = torch.zeros_like(fraction), torch.zeros_like(groups)
     if kept_blocks is not None:

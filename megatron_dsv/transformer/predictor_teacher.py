@@ -62,7 +62,7 @@ def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Ten
         k_lr = low_rank_keys(predictor, source, leaves)
         loss = predictor_loss(q_lr, k_lr, scheme.gather_rows(q.detach(), rows), k.detach(), kv_length=kv_length,
                               softmax_scale=softmax_scale, cosine_weight=dsv.dsv_predictor_cosine_weight,
-                              norm_weight=dsv.dsv_predictor_norm_weight)
+                              norm_weight=dsv.dsv_predictor_norm_weight, reduce_rows=scheme.reduce_rows)
         grads = torch.autograd.grad(loss, leaves)
     predictor.accumulate(loss.detach(), grads, dsv.dsv_predictor_loss_weight)
 
@@ -77,7 +77,7 @@ def examine(q: Tensor, k: Tensor, selection: KVSelection | None, *, dsv: DSVConf
         q.detach(), k.detach(), group_ids=groups, q_block_size=dsv.dsv_q_block_size,
         kv_block_size=dsv.dsv_kv_block_size, kv_length=kv_length, query_length=kv_length, softmax_scale=softmax_scale,
         theta=dsv.dsv_theta, budget_mass=dsv.dsv_budget_mass, selection=selection,
-        # A query's sparsity sorts all its keys; the paper samples one query in sixteen too.
+        # A query's sparsity needs all its keys in memory; the paper samples one query in sixteen too.
         sparsity_stride=min(16, dsv.dsv_q_block_size))
 
 

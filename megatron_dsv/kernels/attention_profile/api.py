@@ -57,14 +57,15 @@ def block_mass(q: Tensor, k: Tensor, *, valid_rows: Tensor, kv_length: Tensor, q
     if kv_length.shape != k.shape[1:3] or kv_length.dtype != torch.int32:
         raise ValueError(f"kv_length must be int32 [b, G] = {list(k.shape[1:3])}, got {kv_length.dtype} "
                          f"{list(kv_length.shape)}")
-    arguments = {"q_block_size": q_block_size, "kv_block_size": kv_block_size, "softmax_scale": softmax_scale}
     servable = q.dtype == k.dtype != torch.float64 and k.shape[-1] <= 256
     match _resolve("block_mass", backend, k, servable):
         case "reference":
-            return reference.block_mass(q, k, valid_rows, kv_length, **arguments)
+            return reference.block_mass(q, k, valid_rows, kv_length, q_block_size=q_block_size,
+                                        kv_block_size=kv_block_size, softmax_scale=softmax_scale)
         case "triton":
             from megatron_dsv.kernels.attention_profile.triton import launch
-            return launch.block_mass(q, k, valid_rows, kv_length, **arguments)
+            return launch.block_mass(q, k, valid_rows, kv_length, q_block_size=q_block_size,
+                                     kv_block_size=kv_block_size, softmax_scale=softmax_scale)
         case _:
             raise ValueError(f"backend of block_mass must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

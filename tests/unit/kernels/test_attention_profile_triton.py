@@ -20,10 +20,9 @@ def test_kernels_in_the_interpreter():
     assert " passed" in result.stdout
 
 
-def _launches(dim, q_block, kv_block, dtype):
+def _launches(dim, q_block, kv_block, dtype, tokens=32768, heads=12, groups=8):
     from megatron_dsv.kernels.attention_profile.triton import launch
 
-    tokens, heads, groups = 32768, 12, 8
     q, k = (torch.empty(n, 1, heads, dim, dtype=dtype, device="meta") for n in (groups * q_block, tokens))
     length = torch.empty(1, heads, dtype=torch.int32, device="meta")
     lse = torch.empty(1, heads, q.shape[0], launch.num_spans(tokens), device="meta")
@@ -44,6 +43,14 @@ def test_kernels_compile_for_hopper_within_shared_memory(dim, q_block, kv_block,
         assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
         if dtype == torch.bfloat16:
             assert "wgmma.mma_async" in compiled.asm["ptx"], "the tensor cores of this generation are not in use"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+def test_sizes_of_one_compile():
+    """Arguments that are 1 become constants of the kernel, which have no methods."""
+    for launched in _launches(64, 64, 128, torch.bfloat16, tokens=128, heads=1, groups=1):
+        assert launched.arguments["spans"] == launched.arguments["heads"] == 1
+        compile_for_hopper(launched)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")

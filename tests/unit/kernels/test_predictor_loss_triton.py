@@ -20,10 +20,10 @@ def test_kernels_in_the_interpreter():
     assert " passed" in result.stdout
 
 
-def _launches(dim, rank, heads_kv, dtype):
+def _launches(dim, rank, heads_kv, dtype, tokens=32768, heads=12):
     from megatron_dsv.kernels.predictor_loss.triton import launch
 
-    tokens, heads, rows = 32768, 12, 128
+    rows = 128
     q_lr, q = (torch.empty(rows, 1, heads, width, dtype=dtype, device="meta") for width in (rank, dim))
     k_lr, k = (torch.empty(tokens, 1, heads_kv, width, dtype=dtype, device="meta") for width in (rank, dim))
     length = torch.empty(1, heads_kv, dtype=torch.int32, device="meta")
@@ -45,3 +45,11 @@ def test_kernels_compile_for_hopper_within_shared_memory(dim, rank, heads_kv, dt
         assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
         if dtype == torch.bfloat16:
             assert "wgmma.mma_async" in compiled.asm["ptx"], "the tensor cores of this generation are not in use"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+def test_sizes_of_one_compile():
+    """Arguments that are 1 become constants of the kernel, which have no methods."""
+    for launched in _launches(64, 16, 1, torch.bfloat16, tokens=96, heads=1):
+        assert launched.arguments.get("spans", 1) == launched.arguments["kv_heads"] == 1
+        compile_for_hopper(launched)

@@ -104,7 +104,7 @@ def _pick_tile(q: Tensor) -> Tile:
     if q.dtype == torch.float32:
         # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
         return Tile(32, 32, 4, 1) if q.shape[-1] <= 128 else Tile(16, 32, 4, 1)
-    return Tile(64, 64, 4, 3) if q.shape[-1] <= 128 else Tile(64, 64, 4, 2)
+    return Tile(64, 64, 4, 3) if q.shape[-1] <= 128 else Tile(64, 64, 8, 1)
 
 
 def _common(q: Tensor, k: Tensor, kv_length: Tensor, softmax_scale: float) -> dict[str, Any]:
