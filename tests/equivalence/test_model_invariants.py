@@ -83,7 +83,7 @@ class _ListingScheme:
     """Selects what the given scheme selects, with each row's blocks listed; dense rows and all."""
 
     def __init__(self, inner, seen):
-        self.attend, self.gather_rows = inner.attend, inner.gather_rows
+        self.attend, self.gather_rows, self.reduce_rows = inner.attend, inner.gather_rows, inner.reduce_rows
         self._begin = inner.begin
         self._seen = seen
 

@@ -89,7 +89,8 @@ def _recompute_attends_the_same(recompute):
 
 class _Scheme:
     def __init__(self, inner, attend):
-        self.begin, self.attend, self.gather_rows = inner.begin, attend, inner.gather_rows
+        self.begin, self.attend = inner.begin, attend
+        self.gather_rows, self.reduce_rows = inner.gather_rows, inner.reduce_rows
 
 
 @pytest.mark.parametrize("recompute", [
