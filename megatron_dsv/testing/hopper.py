@@ -33,7 +33,8 @@ def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attribut
     """The type of an argument as triton spells it, specialized as at a launch: 1 and None are constants."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+             torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
     if isinstance(value, tuple):
         fields = [_type(item, (*path, i), constants, attributes) for i, item in enumerate(value)]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
