@@ -7,7 +7,7 @@ Dims: n query groups of g tokens (GROUP), s keys (num_keys), b batch, h query he
 import triton
 import triton.language as tl
 
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_lse_log2, load_rows
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _attention_profile_mass_kernel(
                 valid_m = tl.load(valid_ptr + row.to(tl.int64) * batches + batch, mask=valid_m, other=0) != 0
                 zero = tl.zeros((), tl.int64)
                 q = load_rows(q_base, zero, row.to(tl.int64), stride_qs, valid_m, HEAD_DIM, BLOCK_D)
-                lse = load_lse_log2(lse_base, zero, row, valid_m)
+                lse = tl.load(lse_base + row, mask=valid_m, other=0.0) * 1.4426950408889634
                 logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
                 acc += tl.where(valid_n[None, :] & valid_m[:, None], tl.exp2(logits - lse[:, None]), 0.0)
         over_keys = tl.sum(tl.reshape(acc, [BLOCK_M, blocks_per_tile, block_lanes]), 2)
