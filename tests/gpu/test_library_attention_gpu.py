@@ -62,7 +62,7 @@ def test_sparse_backends_stay_within_the_budget(backend, changes):
 
 
 @pytest.mark.parametrize(("backend", "module", "bound"), [
-    ("flash4", flash4, "_RECTANGLE_ENTRIES"), ("cudnn", cudnn, "_WORKSPACE_BYTES")])
+    ("flash4", flash4, "_RECTANGLE_ENTRIES"), ("cudnn", cudnn, "_SMALL_WORKSPACE")])
 def test_chunks_of_heads_change_nothing(backend, module, bound, monkeypatch):
     selection, _, (q, k, v, dout) = _inputs(replace(CASE, heads_kv=4 if backend == "cudnn" else 2))
     if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):

@@ -3,8 +3,8 @@
 Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, d head dim. The library wants
 [b, s, h, d]; the permutations here are views, of any strides that are multiples of 16 bytes (others are copied).
 
-The two custom ops are opaque to torch.compile. Kernels are compiled once for each dtype, head dim and h / G; sequence
-lengths and strides are run-time values. ``deterministic`` orders the sums of dq.
+The two custom ops are opaque to torch.compile. Kernels are compiled once for each dtype, head dim and h / G, and apart
+for sequences of one tile; other lengths and strides are run-time values. ``deterministic`` orders the sums of dq.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ It reads how many tokens of each key block are valid, and multiplies masked prob
 and values there: padding must be finite. It inverts the lists itself, so its backward needs no key-major twin. Counts
 that differ between rows cost its forward at 128-token blocks about half its speed; at 64 they cost nothing.
 Its kernels are compiled once, except for the inversion, which is compiled again when ``max_row_count`` reaches another
-multiple of ``_WIDTH``. The backward sums in fp32 with atomics, in a workspace of three fp32 tensors of q's shape; heads
-go through in chunks that bound it.
+multiple of ``_WIDTH``. The backward sums in fp32 with atomics, in a workspace of three fp32 tensors of the shape of the
+queries that it is given; heads go through in chunks, so that it is no larger than one of all queries (or 512 MiB).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_dsv.kernels.selection import KVSelection
 HEAD_DIM = 128
 BLOCKS = (64, 128)
 _WIDTH = 64
-_WORKSPACE_BYTES = 3 << 30
+_SMALL_WORKSPACE = 512 << 20
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, deterministic: bool = False) -> str | None:
@@ -115,6 +115,7 @@ def _head_chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Slices of heads whose fp32 workspace stays within the bound."""
     heads = q.shape[2]
     per_head = 4 * HEAD_DIM * (q.shape[0] + 2 * k.shape[0])
-    step = -(-heads // min(heads, max(1, -(-heads * per_head // _WORKSPACE_BYTES))))
+    bound = max(_SMALL_WORKSPACE, 4 * HEAD_DIM * q.shape[0] * heads)
+    step = -(-heads // min(heads, -(-heads * per_head // bound)))
     for first in range(0, heads, step):
         yield slice(first, min(heads, first + step))

@@ -7,8 +7,9 @@ A block that ``kv_length`` cuts in two is the only one that is masked: the libra
 own, with a mask that reads the length. It multiplies masked probabilities, which are 0, with the keys and values there:
 padding within such a block must be finite.
 
-Its kernels are compiled once for each dtype, head dim and h / G; sequence lengths, counts and strides are run-time
-values. The rectangle of the backward has Nq entries a row, so heads go through in chunks that bound it.
+Its kernels are compiled once for each dtype, head dim and h / G, and apart for sequences of one tile; other lengths,
+counts and strides are run-time values. The rectangle of the backward has Nq entries a row, so heads go through in
+chunks that bound it.
 """
 
 from __future__ import annotations

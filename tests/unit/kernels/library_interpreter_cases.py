@@ -122,7 +122,7 @@ def libraries(monkeypatch):
 def test_what_the_libraries_are_asked_is_the_selection(backend, block, d, heads_kv, chunked, monkeypatch):
     if chunked:
         monkeypatch.setattr(flash4, "_RECTANGLE_ENTRIES", 1)
-        monkeypatch.setattr(cudnn, "_WORKSPACE_BYTES", 1)
+        monkeypatch.setattr(cudnn, "_SMALL_WORKSPACE", 1)
     case = AttentionCase(s=256, sk=330, b=1 + (d == 64), h=4, heads_kv=heads_kv, d=d, q_block=block, kv_block=block,
                          kv_padding=31)
     selection, _ = random_selection(case, seed=block)
