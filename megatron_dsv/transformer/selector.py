@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, chunked_block_scores
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.budget import head_budgets
 from megatron_dsv.sparsity.dispatcher import use_sparse
 from megatron_dsv.sparsity.schedule import Stage, attends_sparsely
@@ -111,6 +112,18 @@ class Selector:
             num_queries: query tokens that go with the Nq groups, padding included.
         """
         dsv, num_keys = self.dsv, k_lr.shape[0]
+        budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
+        if budgets is not None:
+            budgets = [budgets[head - self.query_heads.start] for head in head_ids]
+        whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
+        group_numbers = None if whole else torch.tensor(query_group_ids, device=k_lr.device)
+        if (dsv.dsv_kv_block_size == 1 and dsv.dsv_selection_rule == "topk" and budgets is not None
+                and not dsv.dsv_freeze_selection):
+            # Scores of single tokens are as many as dense attention's: this rule needs none of them in memory.
+            return token_topk(
+                q_lr, k_lr, head_budgets=budgets, num_queries=num_queries, q_block_size=dsv.dsv_q_block_size,
+                proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction, kv_length=kv_length,
+                query_length=kv_length, query_group_ids=group_numbers, keep_own_tokens=dsv.dsv_keep_own_block)
         scores: Tensor | ChunkedScores
         if dsv.dsv_freeze_selection:
             scores = self._frozen_scores(head_ids, q_lr.shape[1], query_group_ids, num_keys, q_lr.device)
@@ -119,16 +132,12 @@ class Selector:
                 q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
                 proxies=dsv.dsv_predictor_proxies, reduction=dsv.dsv_score_reduction,
                 softmax_scale=k_lr.shape[-1]**-0.5)
-        budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
-        if budgets is not None:
-            budgets = [budgets[head - self.query_heads.start] for head in head_ids]
-        whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
         return select(
             scores, rule=dsv.dsv_selection_rule if budgets is not None else "all", num_kv_heads=k_lr.shape[2],
             num_queries=num_queries, num_keys=num_keys, q_block_size=dsv.dsv_q_block_size,
             kv_block_size=dsv.dsv_kv_block_size, head_budgets=budgets, theta=dsv.dsv_budget_mass,
             score_kind=dsv.dsv_score_reduction, kv_length=kv_length, query_length=kv_length,
-            query_group_ids=None if whole else torch.tensor(query_group_ids, device=k_lr.device),
+            query_group_ids=group_numbers,
             keep_own_block=dsv.dsv_keep_own_block)
 
     def _frozen_scores(self, heads: range, batch: int, query_groups: range, num_keys: int,

@@ -1,0 +1,168 @@
+"""Token selection: each query group's k best single keys by predicted score, without a stored score.
+
+A row (batch, query head, query group) keeps exactly min(budget of its head, valid keys) keys: first the forced ones
+(the leading ``prefix_tokens`` and the group's own tokens), then those of the best scores; equal scores go to the lower
+token. Padding is never kept; NaN and -inf are the worst scores, and +inf counts as the largest finite one.
+
+The score of a key reduces S = softmax_scale * q k^T over the group's P proxies: ``mass`` sums their softmax shares
+(each over all valid keys), ``lse`` takes log-sum-exp, ``max`` the maximum. With one proxy all three rank alike, and its
+logits are compared. The scores are fp32, from a product in the inputs' dtype.
+
+Backends: ``reference`` (torch, a full sort), ``triton`` (bf16, fp16, fp32; ranks up to 256; CUDA, or
+TRITON_INTERPRET=1 on the CPU), ``auto`` (triton on CUDA where it can serve the request, reference elsewhere; logged
+once). Neither is differentiable. ``triton`` finds each row's threshold by counting over recomputed scores and writes
+drafts of the lists in one more; its memory beyond the lists is about 512 MiB at most, or what one head's lists need.
+Nothing waits for the device.
+
+Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (h % G == 0), r predictor rank, P
+proxies per query group, Nq query groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
+from megatron_dsv.kernels.token_topk import reference
+
+logger = logging.getLogger(__name__)
+
+REDUCTIONS = ("mass", "lse", "max")
+BACKENDS = ("auto", "reference", "triton")
+
+
+@torch.no_grad()
+def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], num_queries: int, q_block_size: int,
+               proxies: int = 1, reduction: str = "mass", kv_length: int | Tensor | None = None,
+               query_length: int | Tensor | None = None, query_group_ids: Tensor | None = None,
+               keep_own_tokens: bool = True, prefix_tokens: int = 0, softmax_scale: float | None = None,
+               backend: str = "auto") -> KVSelection:
+    """Select ``head_budgets[i]`` keys for every query group of head i.
+
+    Args:
+        q_pooled: [Nq * P, b, h, r], as ``block_scores.api.pool_queries`` returns it.
+        k_lr: [sk, b, G, r], same dtype.
+        head_budgets: h host ints of at least 1; raised to the largest possible number of forced keys, lowered to sk.
+        num_queries: query tokens of the q that goes with the selection, padding included; Nq groups of them.
+        q_block_size: tokens per query group.
+        proxies: P.
+        reduction: one of ``REDUCTIONS``.
+        kv_length: keys at or after it are padding, whatever they hold: None, an int, or an integer tensor [b] or
+            [b, G] (never waited for; on the CPU it also bounds the lists).
+        query_length: real query tokens of the whole sequence: None for ``num_queries``, an int, or [b]. Groups behind
+            it attend to nothing.
+        query_group_ids: integer tensor [Nq], each group's number in the whole sequence; default 0, 1, ...
+        keep_own_tokens: force the group's own tokens (self-attention).
+        prefix_tokens: force this many leading tokens.
+        softmax_scale: default 1 / sqrt(r).
+        backend: one of ``BACKENDS``.
+
+    Returns:
+        A selection with kv_block_size 1, rows one after another, each with its head's budget of places. A head whose
+        budget covers every key that may be valid has dense rows; nothing is stored for them.
+
+    Raises:
+        ValueError: shapes, sizes, budgets, reduction or backend do not fit.
+        NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
+    """
+    b, h, groups = _check(q_pooled, k_lr, proxies, reduction, backend, num_queries, q_block_size, head_budgets,
+                          query_group_ids, query_length)
+    sk, device = k_lr.shape[0], k_lr.device
+    lengths, most = _length("kv_length", kv_length, sk, sk, (b, k_lr.shape[2]), device)
+    reals, _ = _length("query_length", query_length, num_queries, None, (b,), device)
+    forced = prefix_tokens + (q_block_size if keep_own_tokens else 0)
+    caps = [min(max(budget, forced), max(most, 1)) for budget in head_budgets]
+    widths = [0 if cap >= most else cap for cap in caps]
+
+    before = [b * groups * sum(widths[:head]) for head in range(h)]
+    host = torch.tensor([widths, before, caps], dtype=torch.int64).to(device, non_blocking=True)
+    row = torch.arange(b, device=device)[:, None, None] * groups + torch.arange(groups, device=device)
+    row_start = torch.where(host[0] > 0, host[1], DENSE_ROW)[None, :, None] + row * host[0][None, :, None]
+    kv_indices = torch.empty(b * groups * sum(widths), dtype=torch.int32, device=device)
+    ids = torch.arange(groups, device=device) if query_group_ids is None else query_group_ids.to(device)
+    arguments: dict[str, Any] = {
+        "budgets": host[2].to(torch.int32), "kv_length": lengths, "query_length": reals, "group_ids": ids,
+        "proxies": proxies, "reduction": reduction, "keep_own": keep_own_tokens, "prefix": prefix_tokens,
+        "q_block_size": q_block_size, "longest": max(widths),
+        "softmax_scale": q_pooled.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)}
+    match _resolve(backend, q_pooled):
+        case "reference":
+            row_count = reference.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
+        case "triton":
+            from megatron_dsv.kernels.token_topk.triton import launch
+            row_count = launch.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
+    # A group of padding attends to nothing, in a dense head, too.
+    row_start = torch.where(row_count == 0, row_start.clamp_min(0), row_start)
+    return KVSelection(kv_indices=kv_indices, row_start=row_start, row_count=row_count, kv_length=lengths,
+                       num_queries=num_queries, num_keys=sk, q_block_size=q_block_size, kv_block_size=1,
+                       max_row_count=sk if 0 in widths else max(caps))
+
+
+def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend: str, num_queries: int,
+           q_block_size: int, head_budgets: Sequence[int], query_group_ids: Tensor | None,
+           query_length: int | Tensor | None) -> tuple[int, int, int]:
+    """(b, h, Nq)."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend of token_topk must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if q_pooled.dim() != 4 or k_lr.dim() != 4:
+        raise ValueError("q_pooled must be [Nq * P, b, h, r] and k_lr [sk, b, G, r], got "
+                         f"{tuple(q_pooled.shape)} and {tuple(k_lr.shape)}")
+    (rows, b, h, r), (_, b_k, heads_kv, r_k) = q_pooled.shape, k_lr.shape
+    if (b, r) != (b_k, r_k) or heads_kv == 0 or h % heads_kv or q_pooled.dtype != k_lr.dtype:
+        raise ValueError("q_pooled and k_lr must agree in batch, rank and dtype, with h a multiple of G, got "
+                         f"{tuple(q_pooled.shape)} {q_pooled.dtype} and {tuple(k_lr.shape)} {k_lr.dtype}")
+    if q_block_size < 1 or proxies < 1 or q_block_size % proxies:
+        raise ValueError(f"proxies must divide q_block_size, got proxies={proxies}, q_block_size={q_block_size}")
+    groups = -(-num_queries // q_block_size)
+    if rows != groups * proxies:
+        raise ValueError(f"q_pooled must hold {proxies} rows for each of the {groups} groups of {num_queries} "
+                         f"queries, got {rows}")
+    if len(head_budgets) != h or min(head_budgets) < 1:
+        raise ValueError(f"head_budgets must be {h} ints of at least 1, one for each head, got {list(head_budgets)}")
+    if query_group_ids is not None and query_group_ids.shape != (groups,):
+        raise ValueError(f"query_group_ids must be [{groups}], got {tuple(query_group_ids.shape)}")
+    if query_group_ids is not None and query_length is None:
+        raise ValueError("query_length must be given along with query_group_ids: the rows are a part of the sequence")
+    return b, h, groups
+
+
+def _length(name: str, length: int | Tensor | None, default: int, limit: int | None, shape: tuple[int, ...],
+            device: torch.device) -> tuple[Tensor, int]:
+    """``length`` as int32 of ``shape``, and the largest value that the host can know."""
+    length = default if length is None else length
+    if isinstance(length, int):
+        if length < 0 or (limit is not None and length > limit):
+            raise ValueError(f"{name} must lie in [0, {limit}], got {length}")
+        return torch.full(shape, length, dtype=torch.int32, device=device), length
+    if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
+        raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
+                         f"got {length.dtype} {tuple(length.shape)}")
+    most = int(length.max()) if length.device.type == "cpu" and length.numel() else default
+    length = length.to(device=device, dtype=torch.int32, non_blocking=True)
+    return (length if length.dim() == len(shape) else length[:, None].expand(shape).contiguous()), min(most, default)
+
+
+def _resolve(backend: str, q_pooled: Tensor) -> str:
+    if backend != "auto":
+        return backend
+    if q_pooled.device.type != "cuda":
+        chosen, reason = "reference", f"the tensors lie on a {q_pooled.device.type} device"
+    elif q_pooled.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q_pooled.shape[-1] > 256:
+        chosen, reason = "reference", f"triton does not take {q_pooled.dtype} of rank {q_pooled.shape[-1]}"
+    else:
+        chosen, reason = "triton", "the tensors lie on a cuda device"
+    _log_choice(chosen, reason)
+    return chosen
+
+
+@functools.cache
+def _log_choice(chosen: str, reason: str) -> None:
+    logger.info("token_topk: backend='auto' took %r because %s", chosen, reason)
