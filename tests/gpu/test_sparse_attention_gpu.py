@@ -64,7 +64,7 @@ def test_other_dtypes_stay_within_the_budget(dtype, d, kv_block):
     _check(_case(d, 64, kv_block, heads_kv=4), dtype)
 
 
-def test_token_lists_over_the_twin_stay_within_the_budget():
+def test_token_lists_added_in_order_stay_within_the_budget():
     _check(_case(128, 64, 1, s=256, sk=200, kv_padding=0), torch.bfloat16, deterministic=True)
 
 

@@ -42,7 +42,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *,
         softmax_scale: default 1 / sqrt(d).
         backend: one of ``BACKENDS``.
         deterministic: repeats must agree bitwise. On ``triton`` only token lists (kv_block_size 1) need it: their dK
-            and dV use fp32 atomics otherwise, and run over the twin, slower, with it. ``flash4`` and ``cudnn`` refuse.
+            and dV use fp32 atomics otherwise, and are added in order, slower, with it. ``flash4`` and ``cudnn`` refuse.
 
     Returns:
         out [s, b, h, d] in q's dtype.

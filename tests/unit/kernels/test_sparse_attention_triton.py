@@ -12,8 +12,7 @@ from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.testing.hopper import SHARED_MEMORY_LIMIT, compile_for_hopper
 
 # (head dim, q_block_size, kv_block_size): the largest users of shared memory and registers of each kind of tile.
-CONFIGURATIONS = [(64, 128, 128), (128, 64, 64), (128, 128, 128), (96, 128, 1), (256, 64, 64), (256, 128, 128),
-                  (256, 64, 1)]
+CONFIGURATIONS = [(64, 128, 128), (128, 64, 64), (128, 128, 128), (256, 64, 64), (256, 128, 128)]
 
 
 def test_kernels_in_the_interpreter():
@@ -46,11 +45,7 @@ def _launches(head_dim: int, q_block: int, kv_block: int):
     lse, stats = torch.empty(1, heads, tokens, device="meta"), launch.new_stats(x)
     yield launch.plan_forward(x, x, x, x, lse, selection, 0.1)
     yield launch.plan_dq(x, x, x, x, x, lse, stats, x, selection, 0.1)
-    if kv_block == 1:
-        fp32 = torch.empty_like(x, dtype=torch.float32)
-        yield launch.plan_dkv_scatter(x, x, x, x, stats, fp32, fp32, selection, 0.1)
-    else:
-        yield launch.plan_dkv(x, x, x, x, stats, x, x, selection, 0.1)
+    yield launch.plan_dkv(x, x, x, x, stats, x, x, selection, 0.1)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
@@ -61,4 +56,4 @@ def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block, kv_b
         assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
         ptx = compiled.asm["ptx"]
         assert "wgmma.mma_async" in ptx or launched.tile.block_m < 64, "the tensor cores of this generation are idle"
-        assert ("cp.async.bulk.tensor" in ptx) == (kv_block > 1), "whole blocks are loaded by TMA, and only they"
+        assert "cp.async.bulk.tensor" in ptx, "whole blocks are loaded by TMA"

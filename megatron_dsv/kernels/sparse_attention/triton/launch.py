@@ -21,7 +21,6 @@ from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import _sparse_at
 from megatron_dsv.kernels.sparse_attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
 from megatron_dsv.kernels.sparse_attention.triton.forward import _sparse_attention_fwd_kernel
 from megatron_dsv.kernels.sparse_attention.triton.lists import Lists, Rows
-from megatron_dsv.kernels.sparse_attention.triton.scatter import _sparse_attention_bwd_dkv_scatter_kernel
 from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile, pick_tile
 
 _MAX_HEAD_DIM = 256
@@ -50,6 +49,10 @@ class Launch:
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse fp32 [b, h, s] of q [s, b, h, d] over the selected keys of k, v [sk, b, G, d]."""
     _check_limits(q, k)
+    if selection.kv_block_size == 1:
+        from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
+        with _on_device(q):
+            return tokens.forward(q, k, v, selection, softmax_scale=softmax_scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[2], q.shape[0]), dtype=torch.float32, device=q.device)
     with _on_device(q):
@@ -61,23 +64,24 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
              softmax_scale: float, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq [s, b, h, d], dk and dv [sk, b, G, d].
 
-    Token lists scatter with atomics unless ``deterministic``; everything else runs over the selection's key-major
-    twin, which is built when absent.
+    Blocks run over the selection's key-major twin, which is built when absent; only single tokens need to be asked to
+    repeat bitwise.
     """
     _check_limits(q, k)
+    if selection.kv_block_size == 1:
+        from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
+        with _on_device(q):
+            return tokens.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale,
+                                   deterministic=deterministic)
     lse = lse.contiguous()
     stats = new_stats(q)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    scatter = selection.kv_block_size == 1 and not deterministic
-    new_kv = torch.zeros if scatter else torch.empty
-    kv_dtype = torch.float32 if scatter else k.dtype
-    dk, dv = (new_kv(k.shape, dtype=kv_dtype, device=k.device) for _ in range(2))
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    selection = selection.with_transposed()
     with _on_device(q):
         plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale).run()
-        plan = plan_dkv_scatter if scatter else plan_dkv
-        selection = selection if scatter else selection.with_transposed()
-        plan(dout, q, k, v, stats, dk, dv, selection, softmax_scale).run()
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        plan_dkv(dout, q, k, v, stats, dk, dv, selection, softmax_scale).run()
+    return dq, dk, dv
 
 
 def new_stats(q: Tensor) -> Tensor:
@@ -128,17 +132,6 @@ def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: T
     return Launch(_sparse_attention_bwd_dkv_kernel, grid, arguments, constants, tile)
 
 
-def plan_dkv_scatter(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
-                     selection: KVSelection, softmax_scale: float) -> Launch:
-    """The atomic pass of token lists; adds to dk and dv, fp32 and zeroed."""
-    tile, constants = _tile_and_constants("scatter", q, selection)
-    arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "dout": _rows(dout), "dk": _rows(dk), "dv": _rows(dv),
-                 **_stats(stats), "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
-                 **_sizes(q, k, selection), **_scales(softmax_scale)}
-    return Launch(_sparse_attention_bwd_dkv_scatter_kernel, (selection.num_query_groups, q.shape[1] * q.shape[2]),
-                  arguments, constants, tile)
-
-
 def _check_limits(q: Tensor, k: Tensor) -> None:
     way_out = "use backend='reference'"
     interpreted = triton.knobs.runtime.interpret
@@ -166,10 +159,9 @@ def _tile_and_constants(pass_name: str, q: Tensor, selection: KVSelection) -> tu
     block_d = max(16, 1 << (q.shape[-1] - 1).bit_length())
     constants = {"Q_BLOCK": selection.q_block_size, "KV_BLOCK": selection.kv_block_size, "HEAD_DIM": q.shape[-1],
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "GATHER": gather}
-    if pass_name != "scatter":
-        # Where most steps need no mask, those that do are kept narrow: they must not cost the others registers.
-        tail = step if gather else min(step, tile.tail)
-        constants |= {"TAIL_M" if key_major else "TAIL_N": tail, "TAIL_STAGES": tile.num_stages if gather else 1}
+    # Where most steps need no mask, those that do are kept narrow: they must not cost the others registers.
+    tail = step if gather else min(step, tile.tail)
+    constants |= {"TAIL_M" if key_major else "TAIL_N": tail, "TAIL_STAGES": tile.num_stages if gather else 1}
     return tile, constants
 
 

@@ -1,6 +1,6 @@
 """Tile sizes and launch options of the kernels, by pass, block sizes and head dim. Measured once, kept as data.
 
-A pass walks a list for one tile of its own axis: forward, dq and scatter own BLOCK_M query rows and walk keys in steps
+A pass walks a list for one tile of its own axis: forward and dq own BLOCK_M query rows and walk keys in steps
 of BLOCK_N; dkv owns BLOCK_N keys and walks query rows in steps of BLOCK_M.
 """
 
@@ -41,12 +41,6 @@ _TILES = {
     ("dkv", 128, 64): Tile(64, 64, 4, 2, tail=16),
     ("dkv", 256, 128): Tile(64, 64, 8, 2, tail=16),
     ("dkv", 256, 64): Tile(64, 64, 8, 2, tail=16),
-    ("scatter", 64, 128): Tile(64, 64, 8, 2),
-    ("scatter", 64, 64): Tile(64, 64, 4, 2),
-    ("scatter", 128, 128): Tile(64, 64, 8, 2),
-    ("scatter", 128, 64): Tile(64, 64, 4, 2),
-    ("scatter", 256, 128): Tile(32, 64, 8, 2),
-    ("scatter", 256, 64): Tile(32, 64, 8, 2),
 }
 
 # Short blocks are gathered row by row: more warps share the registers that the addresses take, and wide rows come few.
@@ -57,7 +51,7 @@ _FP32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32
 
 
 def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim: int, itemsize: int) -> Tile:
-    """The tile of one pass (``forward``, ``dq``, ``dkv`` or ``scatter``).
+    """The tile of one pass (``forward``, ``dq`` or ``dkv``).
 
     The own axis never spans two rows of the selection, so its tile shrinks to the block; the walked axis gathers
     several short blocks into one step.
@@ -75,7 +69,7 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
         if block_n > 64 and walked_block % block_n:
             block_n = 64
     step = block_m if pass_name == "dkv" else block_n
-    if walked_block % step and itemsize == 2 and pass_name != "scatter":
+    if walked_block % step and itemsize == 2:
         if max(block_m, block_n) == 128 or width == 256:
             warps = _GATHER_WARPS
         if width == 256:
