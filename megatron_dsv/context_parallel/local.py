@@ -5,30 +5,13 @@ Dims: s tokens, b batch, h query heads, G key/value heads, d head dim, r predict
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_dsv.context_parallel.scheme import Pending, Select
 from megatron_dsv.kernels.dense_attention.api import dense_attention
-from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention.api import sparse_attention
-
-Select = Callable[[Tensor, Tensor, range, range], KVSelection]
-"""``select(q_lr [Nq*P, b, h, r], k_lr [s, b, G, r], head_ids, query_group_ids)``; ids are global."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """What ``begin`` promises to ``attend``.
-
-    Attributes:
-        selection: what each query group attends to, or None for dense attention.
-        kv_length: int32 [b] on the CPU; keys at or after it are padding. Read only when ``selection`` is None.
-    """
-
-    selection: KVSelection | None
-    kv_length: Tensor | None = None
 
 
 @dataclass(frozen=True)
