@@ -117,8 +117,8 @@ def make_plan(split: Split, problem: Problem, *, stages: int = 1, exchange: str 
                      min(stages, max(1, split.g_s - 1)), problem.kv_block, not problem.dense)
 
 
-def run_block(scheme: HybridScheme, whole: Whole, plan: BlockPlan) -> tuple[Tensor, ...]:
-    """This rank's out, dq, dk and dv."""
+def run_block(scheme: HybridScheme, whole: Whole, plan: BlockPlan, *, recompute: bool = False) -> tuple[Tensor, ...]:
+    """This rank's out, dq, dk and dv; with ``recompute`` attention runs once before, without a graph."""
     p, rank = whole.problem, scheme.manager.rank
     mine = [share(x, rank, p.ranks).to(p.dtype) for x in (whole.q, whole.k, whole.v, whole.q_lr, whole.k_lr)]
     q, k, v = (x.requires_grad_() for x in mine[:3])
@@ -126,6 +126,9 @@ def run_block(scheme: HybridScheme, whole: Whole, plan: BlockPlan) -> tuple[Tens
         pending = Pending(None, kv_length=whole.kv_length, plan=plan)
     else:
         pending = scheme.begin(mine[3], mine[4], whole.select, plan)
+    if recompute:
+        with torch.no_grad():
+            scheme.attend(q, k, v, pending, softmax_scale=SCALE)
     out = scheme.attend(q, k, v, pending, softmax_scale=SCALE)
     grads = torch.autograd.grad(out, (q, k, v), share(whole.dout, rank, p.ranks).to(p.dtype))
     return (out.detach(), *grads)

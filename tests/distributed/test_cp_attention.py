@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 from cp_cases import Problem, Whole, make_plan, run_block, worst_error
+from cp_schemes import all_splits, prepared, scheme_of
 
-from megatron_dsv.context_parallel.geometry import Split, splits
-from megatron_dsv.context_parallel.groups import CPGroupManager
-from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
-from megatron_dsv.context_parallel.partial_attention import Kernels
 from megatron_dsv.testing.ranks import run_ranks
-
-EXACT = Kernels(dense_backend="reference", sparse_backend="reference", deterministic=False)
-REPEATABLE = Kernels(dense_backend="reference", sparse_backend="reference", deterministic=True)
-
-
-def all_splits(ranks: int) -> list[Split]:
-    """Every factorisation, in both layouts where they differ."""
-    return list(splits(ranks, ranks))
-
-
-def prepared(ranks: int, *, node_ranks: int, backing: str = "parents") -> CPGroupManager:
-    manager = CPGroupManager(dist.group.WORLD, node_ranks=node_ranks, backing=backing)
-    manager.prepare(all_splits(ranks))
-    return manager
-
-
-def scheme_of(manager: CPGroupManager, problem: Problem, *, kernels: Kernels = EXACT,
-              keeps_payload: bool = False) -> HybridScheme:
-    return HybridScheme(manager, range(problem.heads), tp_rank=0, proxies=2, kernels=kernels,
-                        keeps_payload=keeps_payload)
 
 
 def problems(ranks: int) -> list[Whole]:
@@ -59,7 +35,7 @@ def errors_of_rank(wholes: list[Whole], variants: list[tuple], node_ranks: int) 
 
 
 def check(ranks: int, variants: list[tuple], tolerance: float, wholes: list[Whole], node_ranks: int = 2) -> None:
-    results = run_ranks(errors_of_rank, ranks, wholes, variants, node_ranks, timeout=60)
+    results = run_ranks(errors_of_rank, ranks, wholes, variants, node_ranks, timeout=280)
     assert all(result for result in results)
     worst = max((error, case) for result in results for case, error in result)
     assert worst[0] < tolerance, worst
@@ -69,4 +45,12 @@ def check(ranks: int, variants: list[tuple], tolerance: float, wholes: list[Whol
 def test_equals_one_process(ranks):
     variants = [(split, 1 + number % 3, ("selective", "gather")[number % 4 == 3])
                 for number, split in enumerate(all_splits(ranks))]
+    check(ranks, variants, 1e-12, problems(ranks), node_ranks=3 if ranks == 6 else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_equals_one_process_in_every_combination(ranks):
+    variants = [(split, stages, exchange) for split in all_splits(ranks) for stages in range(1, min(4, ranks))
+                for exchange in ("selective", "gather")]
     check(ranks, variants, 1e-12, problems(ranks), node_ranks=3 if ranks == 6 else 2)
