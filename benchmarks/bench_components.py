@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from bench_pretrain import versions
 
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.local import LocalScheme
 from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
 from megatron_dsv.kernels.dense_attention.api import dense_attention
 from megatron_dsv.kernels.sparse_attention.api import sparse_attention
-from megatron_dsv.sparsity.predictor_loss import predictor_loss
-from megatron_dsv.sparsity.profile import profile_query_groups
+from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
+from megatron_dsv.sparsity.sampling import sample_rows
 from megatron_dsv.sparsity.selection_rules import select
+from megatron_dsv.transformer.predictor import LowRankPredictor
+from megatron_dsv.transformer.predictor_teacher import PredictorInput, examine, learn
+from megatron_dsv.transformer.rope3d import RopeTables
 
 
 def main() -> int:
@@ -110,21 +115,45 @@ def sparse_rows(args: argparse.Namespace, q_block: int, kv_block: int, keep: flo
 
 
 def predictor_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The loss at the default stride and at one row in 64, all of a layer's learning, and a profile."""
     q, k, _ = (tensor.detach() for tensor in inputs(args))
-    rows = torch.arange(0, args.tokens, 64, device="cuda")
-    q_lr = torch.randn(len(rows), 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    k_lr = torch.randn(args.tokens, 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scale = args.head_dim**-0.5
+    found = []
+    for stride in (256, 64):
+        rows = sample_rows(args.tokens, stride, 0, q_block_size=64).cuda()
+        q_lr = torch.randn(len(rows), 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16)
+        k_lr = torch.randn(args.tokens, 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16)
+        gate(q_lr, k_lr, q[rows], k, scale)
+        found.append({"what": f"predictor loss and gradients, {len(rows)} rows",
+                      "ms": milliseconds(lambda: predictor_loss_and_grads(
+                          q_lr, k_lr, q.index_select(0, rows), k, softmax_scale=scale))})  # noqa: B023
 
-    def loss() -> Any:
-        return torch.autograd.grad(predictor_loss(q_lr, k_lr, q.index_select(0, rows), k, softmax_scale=0.088),
-                                   (q_lr, k_lr))
+    dsv = DSVConfig(dsv_sparse_stage="predictor", dsv_predictor_rank=args.rank)
+    hidden = args.heads * args.head_dim
+    heads = range(args.heads)
+    predictor = LowRankPredictor(layer_number=1, query_heads=heads, key_heads=heads, channels=hidden, rank=args.rank,
+                                 input_kind="hidden", seed=1, tp_group=None).cuda()
+    x = torch.randn(args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(args.tokens, args.rank // 2, device="cuda")
+    rope = RopeTables(angles, angles, angles.cos(), angles.sin())
+    length = torch.tensor([args.tokens], dtype=torch.int32)
+    common = {"dsv": dsv, "kv_length": length, "softmax_scale": scale, "step": 0}
+    scheme = LocalScheme(query_heads=heads, proxies=4)
+    found.append({"what": "a layer's learning, default stride: rows, projections, rotation, loss, weight gradients",
+                  "ms": milliseconds(lambda: learn(predictor, PredictorInput(x, x, rope), q, k, **common,
+                                                   scheme=scheme))})
+    found.append({"what": "profile of 8 query groups", "ms": milliseconds(lambda: examine(q, k, None, **common))})
+    return found
 
-    def profile() -> Any:
-        return profile_query_groups(q, k, group_ids=torch.arange(0, 400, 50), q_block_size=64, kv_block_size=64,
-                                    softmax_scale=0.088, theta=0.9, budget_mass=0.95, sparsity_stride=16)
 
-    return [{"what": f"predictor loss and gradients, {len(rows)} rows", "ms": milliseconds(loss)},
-            {"what": "profile of 8 query groups", "ms": milliseconds(profile, repeats=5)}]
+def gate(q_lr: torch.Tensor, k_lr: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
+    """Refuses to time a loss that is wrong: two heads of it, against fp64 and no further than bf16 rounding."""
+    heads = [x[:, :, :2] for x in (q_lr, k_lr, q, k)]
+    exact = predictor_loss_and_grads(*(x.double() for x in heads), softmax_scale=scale)
+    for mine, right in zip(predictor_loss_and_grads(*heads, softmax_scale=scale), exact, strict=True):
+        error = float((mine.double() - right).abs().max() / right.abs().max())
+        if not error <= 2**-7:
+            raise ValueError(f"the predictor loss is off by {error:.1e} of its largest value: nothing to time")
 
 
 if __name__ == "__main__":
