@@ -92,7 +92,7 @@ def update_running(running: Tensor, observed: Tensor, momentum: float = 0.9) -> 
 def profile_query_groups(q: Tensor, k: Tensor, *, group_ids: Tensor, q_block_size: int, kv_block_size: int,
                          softmax_scale: float, theta: float, budget_mass: float, kv_length: Length = None,
                          query_length: Length = None, selection: KVSelection | None = None,
-                         sparsity_stride: int = 1) -> GroupProfile:
+                         sparsity_stride: int = 1, backend: str = "auto") -> GroupProfile:
     """Profile some query groups of a whole sequence.
 
     Args:
@@ -111,7 +111,7 @@ def profile_query_groups(q: Tensor, k: Tensor, *, group_ids: Tensor, q_block_siz
     return profile_gathered_groups(
         q.index_select(0, rows.clamp_max(q.shape[0] - 1)), k, valid_rows=valid, q_block_size=q_block_size,
         kv_block_size=kv_block_size, softmax_scale=softmax_scale, theta=theta, budget_mass=budget_mass,
-        kv_length=kv_length, kept_blocks=kept, sparsity_stride=sparsity_stride)
+        kv_length=kv_length, kept_blocks=kept, sparsity_stride=sparsity_stride, backend=backend)
 
 
 def gathered_rows(group_ids: Tensor, q_block_size: int) -> Tensor:

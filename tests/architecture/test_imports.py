@@ -23,7 +23,8 @@ def loaded_by(statement):
     "import megatron_dsv",
     "import megatron_dsv.cli.main",
     "import megatron_dsv.kernels.sparse_attention.api, megatron_dsv.kernels.dense_attention.api, "
-    "megatron_dsv.kernels.block_scores.api",
+    "megatron_dsv.kernels.block_scores.api, megatron_dsv.kernels.predictor_loss.api, "
+    "megatron_dsv.kernels.attention_profile.api",
     "import megatron_dsv.data.codecs, megatron_dsv.data.text, megatron_dsv.sparsity.selection_rules",
 ])
 def test_optional_packages_are_not_loaded(statement):

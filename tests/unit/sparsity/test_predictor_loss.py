@@ -168,6 +168,32 @@ def test_bf16_inputs_are_computed_in_fp32_and_return_their_dtype():
     assert torch.allclose(grad_k.double(), exact[2], rtol=2**-8, atol=1e-6)
 
 
+def test_keys_split_over_ranks_give_the_same_loss_and_gradients():
+    q_lr, k_lr, q, k = make(10, 6, 23, 2, 4, 2)
+    k_lr += 4.0
+    lengths, mask = torch.tensor([[23, 11], [16, 20]]), torch.tensor([[True, False]] + [[True, True]] * 5)
+    options = {"softmax_scale": 0.4, "row_mask": mask}
+    whole = predictor_loss_and_grads(q_lr, k_lr, q, k, kv_length=lengths, **options)
+    bounds = ((0, 9), (9, 14), (14, 23))
+    parts = [(slice(first, last), (lengths - first).clamp(0, last - first)) for first, last in bounds]
+    sums = []
+    for part, length in parts:
+        predictor_loss_and_grads(q_lr, k_lr[part], q, k[part], kv_length=length, **options,
+                                 reduce_rows=lambda mine: (sums.append(mine), mine)[1])
+    shares = [predictor_loss_and_grads(q_lr, k_lr[part], q, k[part], kv_length=length, **options,
+                                       reduce_rows=lambda _: sum(sums)) for part, length in parts]
+    assert all(torch.allclose(loss, whole[0], rtol=1e-12) for loss, _, _ in shares)
+    assert torch.allclose(sum(dq for _, dq, _ in shares), whole[1], rtol=1e-9, atol=1e-14)
+    assert torch.allclose(torch.cat([dk for _, _, dk in shares]), whole[2], rtol=1e-9, atol=1e-14)
+
+
+def test_a_backend_that_cannot_serve_is_named():
+    with pytest.raises(ValueError, match="predictor_loss must be one of auto, reference, triton, got 'cuda'"):
+        predictor_loss(*make(9, 3, 9, 1, 2, 2), softmax_scale=0.4, backend="cuda")
+    with pytest.raises(NotImplementedError, match=r"needs CUDA tensors .*, got cpu; use backend='reference'"):
+        predictor_loss(*make(9, 3, 9, 1, 2, 2), softmax_scale=0.4, backend="triton")
+
+
 @pytest.mark.parametrize(("index", "shape", "message"), [
     (0, (4, 1, 2, 4), r"q_lr_rows and q_rows must be"),
     (1, (8, 1, 2, 4), r"k_lr and k must be"),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dsv.kernels.attention_profile.api import smallest_set
 from megatron_dsv.kernels.selection import from_block_mask
 from megatron_dsv.sparsity.profile import (
     FIELDS,
@@ -197,3 +198,22 @@ def test_misuse_is_named(changes, message):
         GroupProfile(q, q).mean("density")
     with pytest.raises(ValueError, match=r"--dsv-profile-momentum must be in \[0, 1\), got 1.0"):
         update_running(q, q, 1.0)
+
+
+@pytest.mark.parametrize("op", ["block_mass", "smallest_set"])
+def test_a_backend_that_cannot_serve_is_named(op):
+    def call(backend):
+        if op == "smallest_set":
+            return smallest_set(torch.ones(2, 3), 0.9, backend=backend)
+        q, k = inputs()
+        return profile_query_groups(q, k, group_ids=torch.arange(1), backend=backend, **COMMON)
+
+    with pytest.raises(ValueError, match=f"{op} must be one of auto, reference, triton, got 'cuda'"):
+        call("cuda")
+    with pytest.raises(NotImplementedError, match=rf"{op} needs CUDA tensors .*, got cpu; use backend='reference'"):
+        call("triton")
+
+
+def test_a_row_without_entries_has_no_smallest_set():
+    with pytest.raises(ValueError, match=r"with a width of at least 1, got \[2, 0\]"):
+        smallest_set(torch.ones(2, 0), 0.9)
