@@ -29,6 +29,8 @@ from megatron_dsv.transformer.predictor import LowRankPredictor
 from megatron_dsv.transformer.predictor_teacher import PredictorInput, examine, learn
 from megatron_dsv.transformer.rope3d import RopeTables
 
+PARTS = ("dense", "sparse", "predictor")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -39,21 +41,50 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--keep-ratios", type=float, nargs="+", default=[0.1, 0.2])
     parser.add_argument("--blocks", nargs="+", default=["64x64", "128x128"], help="query group x key block.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
+                        help="what to time; rows of the other parts stay in the output as they were.")
     args = parser.parse_args()
-    rows = dense_rows(args)
-    for blocks in args.blocks:
-        q_block, kv_block = (int(size) for size in blocks.split("x"))
-        for keep in args.keep_ratios:
-            rows += sparse_rows(args, q_block, kv_block, keep)
-    rows += predictor_rows(args)
-    document = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
-                "dtype": "bf16", "versions": versions(), "rows": rows}
     path = Path(args.output)
+    rows = []
+    if "dense" in args.parts:
+        rows += dense_rows(args)
+    if "sparse" in args.parts:
+        for blocks in args.blocks:
+            q_block, kv_block = (int(size) for size in blocks.split("x"))
+            for keep in args.keep_ratios:
+                rows += sparse_rows(args, q_block, kv_block, keep)
+    if "predictor" in args.parts:
+        rows += predictor_rows(args)
+    facts = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
+             "dtype": "bf16", "versions": versions()}
+    document = {**facts, "rows": rows_of_other_parts(path, args.parts, facts) + rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
         print(row)
     return 0
+
+
+def rows_of_other_parts(path: Path, parts: list[str], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``path`` holds of the parts that are not timed now.
+
+    Raises:
+        ValueError: it was measured at another shape or with other versions.
+    """
+    if set(parts) == set(PARTS) or not path.exists():
+        return []
+    stored = json.loads(path.read_text())
+    rows = stored.pop("rows")
+    if stored != facts:
+        raise ValueError(f"{path} holds rows of {stored}, this run is {facts}; name another --output or time all parts")
+    return [row for row in rows if part_of(row["what"]) not in parts]
+
+
+def part_of(what: str) -> str:
+    """The part whose function makes a row of this name."""
+    if what.startswith("dense attention"):
+        return "dense"
+    return "predictor" if what.startswith(("predictor loss", "a layer's learning", "profile of")) else "sparse"
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 15) -> float:
