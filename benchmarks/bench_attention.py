@@ -15,7 +15,6 @@ import argparse
 import functools
 import gc
 import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from attention.gate import GateError, check_dense, check_samples, check_sparse
 from attention.pipeline import DenseRun, SparseRun
 from attention.timing import Clock, Times, interleaved, peak_mib
 
+from megatron_dsv.kernels.library import installed
 from megatron_dsv.sparsity.dispatcher import use_sparse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="timed work a point.")
     parser.add_argument("--output", type=Path, default=None,
                         help="JSON to merge rows into; default for hopper benchmarks/results/h200/attention.json.")
+    parser.add_argument("--deadline", type=float, default=None,
+                        help="leave out what is not expected to end within these seconds; the status is then 1.")
+    parser.add_argument("--merge", type=Path, nargs="+", default=None,
+                        help="merge these files, of parts that ran side by side, into --output and stop.")
     parser.add_argument("--list", action="store_true", help="print the part's points and stop.")
     parser.add_argument("--report", action="store_true", help="render docs/kernels.md from --output and stop.")
     args = parser.parse_args(argv)
@@ -53,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.report:
         report.write_tables(ROOT / "docs/kernels.md", report.load(output))
         print(report.goal_table(report.load(output)))
+        return 0
+    if args.merge:
+        if output is None:
+            parser.error("--merge needs --output")
+        report.merge(output, [row for path in args.merge for row in report.load(path)])
         return 0
     try:
         index, count = (int(number) for number in args.part.split("/"))
@@ -66,9 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.suite == "hopper" and device.type != "cuda":
         parser.error("--suite hopper needs a CUDA device; --suite smoke runs anywhere")
-    if args.suite == "hopper" and importlib.util.find_spec("flash_attn") is None:
+    if args.suite == "hopper" and not installed("flash4"):
         parser.error("--suite hopper needs flash-attn-4, the fastest dense kernel: pip install 'megatron-dsv[kernels]'")
-    return Bench(device, args.seconds, output).run(groups)
+    return Bench(device, args.seconds, output).run(groups, args.deadline)
 
 
 class Bench:
@@ -86,10 +95,13 @@ class Bench:
         self._gates: dict[tuple, bool] = {}
         self._spread: dict[tuple, dict[str, float]] = {}
 
-    def run(self, groups: list[Group]) -> int:
+    def run(self, groups: list[Group], deadline: float | None = None) -> int:
         """Exit status: 0 if everything asked for was measured."""
         started = time.monotonic()
         for group in groups:
+            if deadline is not None and time.monotonic() - started + group.cost > deadline:
+                self.fail(f"{', '.join(sorted(group.cases))}: left out, about {group.cost:.0f} s more than --deadline")
+                continue
             try:
                 rows = self.measure(group)
             except Exception as error:
@@ -121,10 +133,11 @@ class Bench:
                   for point in (*group.points, *filter(None, dispatched.values())) if self._green(point, shape)}
         sparse = {point: run for point, run in sparse.items() if self._sampled(run)}
         times = interleaved({**dense, **sparse}, self.clock, self.seconds)
-        dense_peaks = {name: peak_mib(run, problem.nbytes) for name, run in dense.items()}
-        facts = self._shape_facts(shape, {name: times[name] for name in dense}, dense_peaks)
+        fastest = min(dense, key=lambda name: times[name].median())
+        facts = self._shape_facts(shape, {name: times[name] for name in dense},
+                                  peak_mib(dense[fastest], problem.nbytes))
         rows = [self._row(run, times[point], facts) for point, run in sparse.items()]
-        rows += [self._dense_way(shape, granularity, times, dense, facts)
+        rows += [self._dense_way(shape, granularity, fastest, facts)
                  for granularity, point in dispatched.items() if point is None]
         return rows
 
@@ -195,8 +208,8 @@ class Bench:
         return use_sparse(keep, num_tokens=shape.tokens, num_heads=shape.heads, head_dim=shape.head_dim,
                           q_block_size=q_block, kv_block_size=kv_block, device=name).sparse
 
-    def _shape_facts(self, shape: Shape, times: dict[str, Times], peaks: dict[str, float | None]) -> dict[str, Any]:
-        """What all rows of a shape share: sizes, and the dense baselines."""
+    def _shape_facts(self, shape: Shape, times: dict[str, Times], dense_peak: float | None) -> dict[str, Any]:
+        """What all rows of a shape share: sizes, the dense baselines, and the peak of the fastest of them."""
         facts: dict[str, Any] = {"tokens": shape.tokens, "heads": shape.heads, "head_dim": shape.head_dim,
                                  "projection_shards": shape.shards, "hidden": shape.hidden}
         for name in dict.fromkeys(("flash4", "cudnn", *times)):
@@ -204,9 +217,7 @@ class Bench:
             for stage in (None, *DenseRun.stages):
                 field = f"dense_{name}_ms" if stage is None else f"dense_{name}_{stage}_ms"
                 facts[field] = None if known is None else round(known.median(stage), 4)
-        fastest = min(times, key=lambda name: times[name].median(), default=None)
-        peak = None if fastest is None else peaks[fastest]
-        return facts | {"dense_peak_mib": peak and round(peak, 1)}
+        return facts | {"dense_peak_mib": dense_peak and round(dense_peak, 1)}
 
     def _row(self, run: SparseRun, times: Times, facts: dict[str, Any]) -> report.Row:
         point = run.point
@@ -223,10 +234,8 @@ class Bench:
             "peak_mib": peak and round(peak, 1), "iterations": len(times.total), "sustained_s": round(times.seconds, 2),
             "versions": self.versions}
 
-    def _dense_way(self, shape: Shape, granularity: str, times: dict[str, Times], dense: dict[str, DenseRun],
-                   facts: dict[str, Any]) -> report.Row:
+    def _dense_way(self, shape: Shape, granularity: str, name: str, facts: dict[str, Any]) -> report.Row:
         """The row of a shape that the dispatcher always sends to dense attention: that time is the dense time."""
-        name = min(dense, key=lambda name: times[name].median())
         return {"case": dispatch_case(shape), **facts, "keep_ratio": None, "granularity": granularity,
                 "backend": f"dense {name}", "lists": "none", "deterministic": False, "selection_ms": 0.0,
                 "forward_ms": facts[f"dense_{name}_forward_ms"], "backward_ms": facts[f"dense_{name}_backward_ms"],

@@ -83,11 +83,10 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """Rough seconds on a GPU, to deal groups out evenly: two a point and some for compilation."""
-        long = (self.shape.tokens * self.shape.heads * self.shape.head_dim) / (65536 * 24 * 128)
-        dense = max(2.0, 0.3 * long * self.shape.tokens / 65536 * 2)
-        compilation = 12 if self.shape.head_dim == 128 else 30
-        return 2.3 * (len(self.points) + len(self.dispatch)) + 2 * dense + compilation
+        """Rough seconds on a GPU once its kernels are compiled, to deal groups out evenly."""
+        work = (self.shape.tokens / 65536) ** 2 * self.shape.heads / 24 * self.shape.head_dim / 128
+        dense = max(2.2, 0.3 * work * 2.5)
+        return (2.3 + 0.08 * work) * (len(self.points) + len(self.dispatch)) + 2 * dense + 4
 
 
 def dispatch_case(shape: Shape) -> str:
@@ -155,17 +154,19 @@ def _hopper() -> list[Group]:
                  Point("64k-one-proxy", "block-128", "flash4", proxies=1),
                  Point("64k-one-proxy", "token-128", "triton", proxies=1))
     groups = [
-        Group(Shape(65536), _points("64k", every) + _points("64k", every[:6], lists="skewed") + repeatable + one_proxy),
-        Group(Shape(65536), _points("64k", blocks, keeps=(0.05, 0.2)) + _points("64k", token, keeps=(0.2,)),
+        Group(Shape(65536), _points("64k", every) + _points("64k", every[:6], lists="skewed") + repeatable),
+        Group(Shape(65536), _points("64k", blocks, keeps=(0.05, 0.2)) + _points("64k", token, keeps=(0.2,)) + one_proxy,
               dispatch=("block-64", "block-128")),
-        Group(Shape(131072), _points("128k", blocks)),
         Group(Shape(262144), _points("256k", blocks)),
-        Group(Shape(16384), _points("16k", blocks), dispatch=("block-64", "block-128")),
-        *(Group(Shape(tokens, heads=3, shards=8), _points(f"3heads-{tokens // 1024}k", blocks))
-          for tokens in (65536, 32768, 16384)),
+        Group(Shape(65536, heads=3, shards=8), _points("3heads-64k", blocks)),
         *(Group(Shape(65536, head_dim=dim, hidden=LAYER_HEADS * dim),
-                _points(f"d{dim}", (("block-128", "flash4"), *_OWN))) for dim in (64, 96, 256)),
-        *(Group(Shape(tokens), (), dispatch=("block-64", "block-128")) for tokens in (4096, 8192, 32768))]
+                _points(f"d{dim}", (("block-128", "flash4"), *_OWN))) for dim in (256, 64, 96)),
+        Group(Shape(16384), _points("16k", blocks), dispatch=("block-64", "block-128")),
+        Group(Shape(131072), _points("128k", blocks)),
+        Group(Shape(4096), (), dispatch=("block-64", "block-128")),
+        *(Group(Shape(tokens, heads=3, shards=8), _points(f"3heads-{tokens // 1024}k", blocks))
+          for tokens in (16384, 32768)),
+        *(Group(Shape(tokens), (), dispatch=("block-64", "block-128")) for tokens in (8192, 32768))]
     return groups
 
 

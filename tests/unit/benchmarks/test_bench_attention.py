@@ -320,3 +320,21 @@ def test_nothing_is_held_against_a_red_dense_kernel(monkeypatch, tmp_path):
     output = tmp_path / "rows.json"
     assert bench_attention.main(["--seconds", "0.01", "--output", str(output)]) == 1
     assert not output.exists()
+
+
+def test_what_would_pass_the_deadline_is_left_out_and_said(monkeypatch, tmp_path, capsys):
+    _tiny(monkeypatch)
+    output = tmp_path / "rows.json"
+    assert bench_attention.main(["--seconds", "0.01", "--output", str(output), "--deadline", "1"]) == 1
+    assert not output.exists()
+    assert "tiny: left out" in capsys.readouterr().err
+
+
+def test_parts_that_ran_side_by_side_are_merged(tmp_path):
+    parts = [tmp_path / "1.json", tmp_path / "2.json"]
+    report.merge(parts[0], [_row(total_ms=5.0)])
+    report.merge(parts[1], [_row("128k")])
+    output = tmp_path / "all.json"
+    report.merge(output, [_row(), _row("16k")])
+    assert bench_attention.main(["--output", str(output), "--merge", *map(str, parts)]) == 0
+    assert {row["case"]: row["total_ms"] for row in report.load(output)} == {"64k": 5.0, "128k": 10.0, "16k": 10.0}
