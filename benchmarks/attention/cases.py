@@ -156,14 +156,14 @@ def _hopper() -> list[Group]:
     groups = [
         Group(Shape(65536), _points("64k", every) + _points("64k", every[:6], lists="skewed") + repeatable),
         Group(Shape(65536), _points("64k", blocks, keeps=(0.05, 0.2)) + _points("64k", token, keeps=(0.2,)) + one_proxy,
-              dispatch=("block-64", "block-128")),
+              dispatch=tuple(GRANULARITIES)),
         Group(Shape(262144), _points("256k", blocks)),
         Group(Shape(65536, heads=3, shards=8), _points("3heads-64k", blocks)),
         *(Group(Shape(65536, head_dim=dim, hidden=LAYER_HEADS * dim),
                 _points(f"d{dim}", (("block-128", "flash4"), *_OWN))) for dim in (256, 64, 96)),
         Group(Shape(16384), _points("16k", blocks), dispatch=("block-64", "block-128")),
         Group(Shape(131072), _points("128k", blocks)),
-        Group(Shape(4096), (), dispatch=("block-64", "block-128")),
+        Group(Shape(4096), (), dispatch=tuple(GRANULARITIES)),
         *(Group(Shape(tokens, heads=3, shards=8), _points(f"3heads-{tokens // 1024}k", blocks))
           for tokens in (16384, 32768)),
         *(Group(Shape(tokens), (), dispatch=("block-64", "block-128")) for tokens in (8192, 32768))]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from attention import inputs
-from attention.cases import Point, Shape
+from attention.cases import RANK, Point, Shape
 from attention.pipeline import DenseRun, SparseRun
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.testing.attention_oracle import assert_within_budget, oracle, rounded_reference, token_mask
 
 GATE_TOKENS = 2048
@@ -66,7 +67,10 @@ def check_sparse(point: Point, shape: Shape, device: torch.device, dtype: torch.
         what = f"{point.granularity} {point.backend} d {shape.head_dim} {lists} lists"
         selection = run.select()
         mask = selection.block_mask()
-        # Tokens are chosen without a stored score: rounding may differ where scores are recomputed.
+        # Tokens are chosen without a stored score: rounding may differ where scores are recomputed. Whole numbers
+        # leave nothing to rounding, so there the lists must be exact.
+        if trial.blocks[1] == 1:
+            check_token_ties(trial, device, dtype)
         check_lists(mask, run.scores(), run.budgets, trial.blocks, what, tolerance=0 if trial.blocks[1] > 1 else 1e-3)
         out, lse = run.forward(selection)
         grads = run.backward(selection, out, lse)
@@ -78,6 +82,22 @@ def check_sparse(point: Point, shape: Shape, device: torch.device, dtype: torch.
             if not all(torch.equal(a, b) for a, b in zip((out, lse, *grads),
                                                          (*again, *run.backward(selection, *again)))):
                 raise GateError(f"{what}: a repeat differs under deterministic=True")
+
+
+def check_token_ties(point: Point, device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> None:
+    """Token selection by small whole numbers, whose scores are exact and often equal, against a full sort.
+
+    Raises:
+        GateError: a row differs.
+    """
+    generator = torch.Generator(device).manual_seed(3)
+    group = point.blocks[0]
+    heads, budgets = 2, [group + 50, tokens // 2]
+    q_pooled, k_lr = (torch.randint(-2, 3, (rows, 1, heads, RANK), device=device, generator=generator).to(dtype)
+                      for rows in (tokens // group, tokens))
+    selection = token_topk(q_pooled, k_lr, head_budgets=budgets, num_queries=tokens, q_block_size=group)
+    scores = torch.einsum("qbhr,kbhr->bhqk", q_pooled.double(), k_lr.double())
+    check_lists(selection.block_mask(), scores, budgets, point.blocks, f"{point.granularity} whole numbers")
 
 
 def check_lists(mask: Tensor, scores: Tensor, budgets: list[int], blocks: tuple[int, int], what: str,

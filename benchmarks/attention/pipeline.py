@@ -19,6 +19,7 @@ from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_sc
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention import api as sparse
+from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.selection_rules import select
 
 Mark = Callable[[], None]
@@ -60,11 +61,15 @@ class SparseRun:
         """Lists, with their key-major twin where the backend walks it."""
         pooled, k_lr = self.pooled()
         (q_block, kv_block), tokens = self.point.blocks, self.shape.tokens
-        scores = chunked_block_scores(pooled, k_lr, kv_block_size=kv_block, **self._scoring())
-        selection = select(
-            scores, rule="topk", num_kv_heads=self.shape.heads, num_queries=tokens, num_keys=tokens,
-            q_block_size=q_block, kv_block_size=kv_block, head_budgets=self.budgets,
-            score_kind=DEFAULTS.dsv_score_reduction, kv_length=tokens, query_length=tokens)
+        if kv_block == 1:
+            selection = token_topk(pooled, k_lr, head_budgets=self.budgets, num_queries=tokens, q_block_size=q_block,
+                                   query_length=tokens, **self._scoring())
+        else:
+            scores = chunked_block_scores(pooled, k_lr, kv_block_size=kv_block, **self._scoring())
+            selection = select(
+                scores, rule="topk", num_kv_heads=self.shape.heads, num_queries=tokens, num_keys=tokens,
+                q_block_size=q_block, kv_block_size=kv_block, head_budgets=self.budgets,
+                score_kind=DEFAULTS.dsv_score_reduction, kv_length=tokens, query_length=tokens)
         return selection.with_transposed() if self._walks_twin() else selection
 
     def forward(self, selection: KVSelection) -> tuple[Tensor, Tensor]:
