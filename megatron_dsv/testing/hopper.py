@@ -15,6 +15,7 @@ def compile_for_hopper(launched: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = dict(launched.constants)
@@ -24,13 +25,16 @@ def compile_for_hopper(launched: Any) -> Any:
             signature[name] = "constexpr"
         else:
             signature[name] = _type(launched.arguments[name], (position,), constants, attributes)
-    source = ASTSource(launched.kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": launched.tile.num_warps, "num_stages": launched.tile.num_stages})
+    source_type = GluonASTSource if launched.kernel.is_gluon() else ASTSource
+    source = source_type(launched.kernel, signature, constexprs=constants, attrs=attributes)
+    tile = launched.tile
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers})
 
 
 def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[tuple[int, ...], Any]) -> Any:
     """The type of an argument as triton spells it, specialized as at a launch: 1 and None are constants."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -43,6 +47,8 @@ def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attribut
         return "constexpr"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, GluonDescriptor):
+        return f"tensordesc<{names[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
         attributes[path] = [["tt.divisibility", 16]]
     if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.selection import from_block_mask
 from megatron_dsv.kernels.sparse_attention import api
+from megatron_dsv.kernels.sparse_attention.triton import launch, order
 from megatron_dsv.testing.attention_oracle import (
     AttentionCase,
     assert_within_budget,
@@ -57,6 +58,47 @@ def _check(case, dtype, *, deterministic=False):
 @pytest.mark.parametrize(("d", "q_block", "kv_block"), SHAPES)
 def test_bf16_stays_within_the_budget(d, q_block, kv_block):
     _check(_case(d, q_block, kv_block), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("d", "q_block", "kv_block"), [(64, 64, 64), (128, 64, 64), (128, 128, 128), (96, 128, 64)])
+def test_the_kernels_that_serve_any_device_stay_within_the_budget(d, q_block, kv_block, monkeypatch):
+    monkeypatch.setattr(launch, "_fits_hopper", lambda *_: False)
+    _check(_case(d, q_block, kv_block), torch.bfloat16)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_strides_that_tma_cannot_read_and_a_forced_order(block, monkeypatch):
+    monkeypatch.setattr(order, "_FEWEST_ROWS", 0)
+    case = _case(100, block, block)
+    _check(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_hub_blocks_and_dense_heads_over_thousands_of_rows(block):
+    s, h, d = 16384, 24, 64
+    mask, _ = _topk_selection(s, h, block, 0.05)
+    mask[..., 3] = True
+    mask[:, -2:] = True
+    length = torch.full((1, h), s, dtype=torch.int32, device="cuda")
+    selection = from_block_mask(mask, length, num_queries=s, num_keys=s, q_block_size=block, kv_block_size=block)
+    q, k, v, dout = (torch.randn(s, 1, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = api.forward(q, k, v, selection, backend="triton")
+    grads = api.backward(dout, q, k, v, out, lse, selection, backend="triton")
+    for head in (0, h - 1):
+        rows, cols = slice(7 * block, 8 * block), slice(3 * block, 4 * block)
+        keys = mask[0, head, 7].repeat_interleave(block)
+        logits = q[rows, 0, head].double() @ k[keys, 0, head].double().t() * d ** -0.5
+        probs = torch.softmax(logits, -1)
+        torch.testing.assert_close(out[rows, 0, head].double(), probs @ v[keys, 0, head].double(), rtol=2e-2, atol=2e-3)
+        # Every query attends to the hub block: its gradient follows from lse and out alone.
+        logits = q[:, 0, head].double() @ k[cols, 0, head].double().t() * d ** -0.5
+        probs = torch.exp(logits - lse[0, head].double()[:, None])
+        delta = (out[:, 0, head].double() * dout[:, 0, head].double()).sum(-1, keepdim=True)
+        dscores = probs * (dout[:, 0, head].double() @ v[cols, 0, head].double().t() - delta)
+        torch.testing.assert_close(grads[2][cols, 0, head].double(), probs.t() @ dout[:, 0, head].double(), rtol=2e-2,
+                                   atol=4e-3)
+        torch.testing.assert_close(grads[1][cols, 0, head].double(), dscores.t() @ q[:, 0, head].double() * d ** -0.5,
+                                   rtol=2e-2, atol=4e-3)
 
 
 @pytest.mark.parametrize(("dtype", "d", "kv_block"), [(torch.float16, 128, 64), (torch.float32, 64, 64)])

@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: their results in the interpreter, and their compilation for Hopper."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def _selection(rows: int, twin: KVSelection | None, *, tokens: int, heads: int, 
         num_keys=tokens, q_block_size=q_block, kv_block_size=kv_block, max_row_count=64, transposed=twin)
 
 
-def _launches(head_dim: int, q_block: int, kv_block: int):
+def _launches(head_dim: int, q_block: int, kv_block: int, *, hopper: bool = False):
     """Every launch of a forward and backward over bf16 meta tensors."""
     from megatron_dsv.kernels.sparse_attention.triton import launch
 
@@ -43,9 +44,9 @@ def _launches(head_dim: int, q_block: int, kv_block: int):
     selection = _selection(tokens // q_block, _selection(tokens // kv_block, None, **sizes), **sizes)
     x = torch.empty(tokens, 1, heads, head_dim, dtype=torch.bfloat16, device="meta")
     lse, stats = torch.empty(1, heads, tokens, device="meta"), launch.new_stats(x)
-    yield launch.plan_forward(x, x, x, x, lse, selection, 0.1)
-    yield launch.plan_dq(x, x, x, x, x, lse, stats, x, selection, 0.1)
-    yield launch.plan_dkv(x, x, x, x, stats, x, x, selection, 0.1)
+    yield launch.plan_forward(x, x, x, x, lse, selection, 0.1, hopper=hopper)
+    yield launch.plan_dq(x, x, x, x, x, lse, stats, x, selection, 0.1, hopper=hopper)
+    yield launch.plan_dkv(x, x, x, x, stats, x, x, selection, 0.1, hopper=hopper)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
@@ -57,3 +58,19 @@ def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block, kv_b
         ptx = compiled.asm["ptx"]
         assert "wgmma.mma_async" in ptx or launched.tile.block_m < 64, "the tensor cores of this generation are idle"
         assert "cp.async.bulk.tensor" in ptx, "whole blocks are loaded by TMA"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@pytest.mark.parametrize(("head_dim", "q_block", "kv_block"), [(64, 64, 64), (128, 64, 64), (96, 128, 128),
+                                                               (256, 128, 64)])
+def test_the_hopper_kernels_compile_and_overlap_their_products(head_dim, q_block, kv_block):
+    written_for_hopper = [x for x in _launches(head_dim, q_block, kv_block, hopper=True) if x.kernel.is_gluon()]
+    assert "hopper_bwd_dkv" in written_for_hopper[-1].kernel.__name__
+    for launched in written_for_hopper:
+        compiled = compile_for_hopper(launched)
+        assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (launched.kernel, launched.tile)
+        ptx = compiled.asm["ptx"]
+        assert "wgmma.mma_async" in ptx
+        assert "cp.async.bulk.tensor" in ptx
+        # A backward that drains its products before it goes on would hide nothing behind them.
+        assert "fwd" in launched.kernel.__name__ or re.search(r"wgmma\.wait_group\.sync\.aligned\s+1", ptx)

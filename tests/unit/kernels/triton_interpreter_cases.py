@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dsv.kernels.sparse_attention import api
+from megatron_dsv.kernels.sparse_attention.triton import order
 from megatron_dsv.testing.attention_oracle import (
     AttentionCase,
     assert_within_budget,
@@ -61,6 +62,26 @@ def _run(case, dtype, *, seed=0):
     ids=str)
 def test_kernels_match_the_oracle_with_poisoned_outputs_and_padding(case, dtype):
     _run(case, dtype)
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[2]], ids=str)
+def test_the_order_of_programs_changes_nothing(case, monkeypatch):
+    monkeypatch.setattr(order, "_FEWEST_ROWS", 0)
+    _run(case, torch.float16)
+
+
+def test_long_rows_come_first_and_the_rest_stay_in_place(monkeypatch):
+    monkeypatch.setattr(order, "_BLOCK", 64)
+    generator = torch.Generator().manual_seed(0)
+    b, h, kv_heads, rows = 2, 4, 2, 600
+    count = torch.randint(0, 20, (b, h, rows), dtype=torch.int32, generator=generator)
+    start = torch.where(torch.rand(b, h, rows, generator=generator) < 0.02, -1, 7)
+    count[1, 3, 5] = 900
+    got = order.heavy_first(start, count, kv_heads=kv_heads, dense_count=100)
+    work = torch.where(start < 0, 100, count).view(b, kv_heads, -1, rows).sum(2).flatten().long()
+    heavy = work * work.numel() > 2 * work.sum()
+    assert 10 < heavy.sum() < work.numel() // 4
+    assert torch.equal(got.long(), torch.cat([heavy.nonzero()[:, 0], (~heavy).nonzero()[:, 0]]))
 
 
 def test_padding_does_not_overflow_below_very_negative_logits():

@@ -14,6 +14,7 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_rows,
     load_tile,
     num_steps,
+    program_row,
     step_tokens,
     store_rows,
     whole_entries,
@@ -32,17 +33,17 @@ def _load_stats(stats_tiles, stats_ptr, stride_stats, row, first, ROWS: tl.const
 
 @triton.jit
 def _sparse_attention_bwd_dkv_kernel(
-        q, k, v, dout, dk, dv, q_tiles, dout_tiles, stats_tiles, stats_ptr, stride_stats, twin, kv_length_ptr,
-        num_queries, num_keys, num_blocks, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr,
+        q, k, v, dout, dk, dv, q_tiles, dout_tiles, stats_tiles, stats_ptr, stride_stats, stats_rows, twin, order_ptr,
+        kv_length_ptr, num_queries, num_keys, num_blocks, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr,
         KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, TAIL_M: tl.constexpr, GATHER: tl.constexpr, TAIL_STAGES: tl.constexpr):
     tiles: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // tiles
-    in_block = (tl.program_id(0) % tiles) * BLOCK_N
-    batch_kv_head = tl.program_id(1).to(tl.int64)
+    row, tile = program_row(order_ptr, tiles)
+    batch_kv_head, block = (row // num_blocks).to(tl.int64), row % num_blocks
+    in_block = tile * BLOCK_N
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     heads_per_kv = heads // kv_heads
-    delta_plane = tl.num_programs(1).to(tl.int64) * heads_per_kv
+    delta_plane = stats_rows.to(tl.int64)
 
     length = tl.load(kv_length_ptr + batch_kv_head)
     lane_n = tl.arange(0, BLOCK_N)

@@ -15,6 +15,7 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_rows,
     load_tile,
     num_steps,
+    program_row,
     step_tokens,
     store_rows,
     whole_entries,
@@ -23,14 +24,14 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
 
 @triton.jit
 def _sparse_attention_bwd_dq_kernel(
-        q, k, v, out, dout, dq, k_tiles, v_tiles, lse_ptr, stats_ptr, stride_stats, lists, kv_length_ptr, num_queries,
-        num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-        HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-        TAIL_N: tl.constexpr, GATHER: tl.constexpr, TAIL_STAGES: tl.constexpr):
+        q, k, v, out, dout, dq, k_tiles, v_tiles, lse_ptr, stats_ptr, stride_stats, stats_rows, lists, order_ptr,
+        kv_length_ptr, num_queries, num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr,
+        KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr, TAIL_N: tl.constexpr, GATHER: tl.constexpr, TAIL_STAGES: tl.constexpr):
     tiles: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-    group = tl.program_id(0) // tiles
-    in_group = (tl.program_id(0) % tiles) * BLOCK_M
-    batch_head = tl.program_id(1).to(tl.int64)
+    row, tile = program_row(order_ptr, tiles)
+    batch_head, group = (row // num_groups).to(tl.int64), row % num_groups
+    in_group = tile * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // (heads // kv_heads)
 
@@ -46,14 +47,14 @@ def _sparse_attention_bwd_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     row_stats = stats_ptr + batch_head * stride_stats + first_m + lane_m
     tl.store(row_stats, lse, mask=valid_m)
-    tl.store(row_stats + tl.num_programs(1).to(tl.int64) * stride_stats, delta, mask=valid_m)
+    tl.store(row_stats + stats_rows.to(tl.int64) * stride_stats, delta, mask=valid_m)
     q_tile = load_rows(q.ptr + batch * q.stride_b + head * q.stride_h, first_m, lane_m, q.stride_s, valid_m, HEAD_DIM,
                        BLOCK_D)
     k_base = k.ptr + batch * k.stride_b + kv_head * k.stride_h
     v_base = v.ptr + batch * v.stride_b + kv_head * v.stride_h
 
     length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
-    start, count, listed = load_row(lists, batch_head * num_groups + group, length, KV_BLOCK)
+    start, count, listed = load_row(lists, row, length, KV_BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first_tail = 0
     if not GATHER:

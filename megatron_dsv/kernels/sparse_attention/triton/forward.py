@@ -13,6 +13,7 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_rows,
     load_tile,
     num_steps,
+    program_row,
     step_tokens,
     store_rows,
     whole_entries,
@@ -21,14 +22,14 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
 
 @triton.jit
 def _sparse_attention_fwd_kernel(
-        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, kv_length_ptr, num_queries, num_groups, heads, kv_heads,
-        scale_log2, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_N: tl.constexpr, GATHER: tl.constexpr,
+        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, order_ptr, kv_length_ptr, num_queries, num_groups, heads,
+        kv_heads, scale_log2, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_N: tl.constexpr, GATHER: tl.constexpr,
         TAIL_STAGES: tl.constexpr):
     tiles: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-    group = tl.program_id(0) // tiles
-    in_group = (tl.program_id(0) % tiles) * BLOCK_M
-    batch_head = tl.program_id(1).to(tl.int64)
+    row, tile = program_row(order_ptr, tiles)
+    batch_head, group = (row // num_groups).to(tl.int64), row % num_groups
+    in_group = tile * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // (heads // kv_heads)
 
@@ -41,7 +42,7 @@ def _sparse_attention_fwd_kernel(
     v_base = v.ptr + batch * v.stride_b + kv_head * v.stride_h
 
     length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
-    start, count, listed = load_row(lists, batch_head * num_groups + group, length, KV_BLOCK)
+    start, count, listed = load_row(lists, row, length, KV_BLOCK)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

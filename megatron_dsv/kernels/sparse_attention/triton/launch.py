@@ -21,10 +21,15 @@ from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import _sparse_at
 from megatron_dsv.kernels.sparse_attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
 from megatron_dsv.kernels.sparse_attention.triton.forward import _sparse_attention_fwd_kernel
 from megatron_dsv.kernels.sparse_attention.triton.lists import Lists, Rows
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile, pick_tile
+from megatron_dsv.kernels.sparse_attention.triton.order import heavy_first
+from megatron_dsv.kernels.sparse_attention.triton.tiles import HOPPER_BLOCK, Tile, pick_hopper_tile, pick_tile
 
 _MAX_HEAD_DIM = 256
 _MAX_GRID_ROWS = 65535
+_KERNELS = {"forward": _sparse_attention_fwd_kernel, "dq": _sparse_attention_bwd_dq_kernel,
+            "dkv": _sparse_attention_bwd_dkv_kernel}
+_HOPPER_HEAD_DIM = 64
+"""The narrowest tile that the kernels written for Hopper lay out in shared memory."""
 _TMA_ALIGNMENT = 16
 """Bytes: addresses and strides that the tensor memory accelerator takes."""
 
@@ -34,7 +39,7 @@ class Launch:
     """One kernel launch, complete; ``arguments`` are run-time values and ``constants`` compile-time ones, by name."""
 
     kernel: Any
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     constants: dict[str, Any]
     tile: Tile
@@ -43,7 +48,7 @@ class Launch:
         if 0 in self.grid:
             return
         self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.tile.num_warps,
-                               num_stages=self.tile.num_stages)
+                               num_stages=self.tile.num_stages, maxnreg=self.tile.max_registers)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +61,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[2], q.shape[0]), dtype=torch.float32, device=q.device)
     with _on_device(q):
-        plan_forward(q, k, v, out, lse, selection, softmax_scale).run()
+        plan_forward(q, k, v, out, lse, selection, softmax_scale, hopper=_fits_hopper(selection, q, k, v)).run()
     return out, lse
 
 
@@ -78,9 +83,10 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     selection = selection.with_transposed()
+    hopper = _fits_hopper(selection, q, k, v, dout)
     with _on_device(q):
-        plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale).run()
-        plan_dkv(dout, q, k, v, stats, dk, dv, selection, softmax_scale).run()
+        plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale, hopper=hopper).run()
+        plan_dkv(dout, q, k, v, stats, dk, dv, selection, softmax_scale, hopper=hopper).run()
     return dq, dk, dv
 
 
@@ -92,44 +98,48 @@ def new_stats(q: Tensor) -> Tensor:
 
 
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: KVSelection,
-                 softmax_scale: float) -> Launch:
+                 softmax_scale: float, *, hopper: bool = False) -> Launch:
     """The forward; writes out and lse [b, h, s] contiguous."""
-    tile, constants = _tile_and_constants("forward", q, selection)
+    kernel, tile, constants = _kernel_tile_constants("forward", q, selection, hopper)
     arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "out": _rows(out),
                  **_tile_loads(tile.block_n, constants, k_tiles=k, v_tiles=v), "lse_ptr": lse,
-                 "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
+                 **_query_major(selection), "kv_length_ptr": selection.kv_length.contiguous(),
                  **_sizes(q, k, selection), "scale_log2": softmax_scale * math.log2(math.e)}
-    grid = (selection.num_query_groups * _tiles(selection.q_block_size, tile.block_m), q.shape[1] * q.shape[2])
-    return Launch(_sparse_attention_fwd_kernel, grid, arguments, constants, tile)
+    grid = (selection.row_start.numel() * _tiles(selection.q_block_size, tile.block_m),)
+    return Launch(kernel, grid, arguments, constants, tile)
 
 
 def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, dq: Tensor,
-            selection: KVSelection, softmax_scale: float) -> Launch:
+            selection: KVSelection, softmax_scale: float, *, hopper: bool = False) -> Launch:
     """The pass over query rows; reads lse [b, h, s] contiguous, writes dq and ``new_stats``."""
-    tile, constants = _tile_and_constants("dq", q, selection)
+    kernel, tile, constants = _kernel_tile_constants("dq", q, selection, hopper)
     arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "out": _rows(out), "dout": _rows(dout), "dq": _rows(dq),
                  **_tile_loads(tile.block_n, constants, k_tiles=k, v_tiles=v), "lse_ptr": lse,
-                 **_stats(stats), "lists": _lists(selection), "kv_length_ptr": selection.kv_length.contiguous(),
-                 **_sizes(q, k, selection), **_scales(softmax_scale)}
-    grid = (selection.num_query_groups * _tiles(selection.q_block_size, tile.block_m), q.shape[1] * q.shape[2])
-    return Launch(_sparse_attention_bwd_dq_kernel, grid, arguments, constants, tile)
+                 **_stats(stats), "stats_rows": stats.shape[1], **_query_major(selection),
+                 "kv_length_ptr": selection.kv_length.contiguous(), **_sizes(q, k, selection),
+                 **_scales(softmax_scale)}
+    grid = (selection.row_start.numel() * _tiles(selection.q_block_size, tile.block_m),)
+    return Launch(kernel, grid, arguments, constants, tile)
 
 
 def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
-             selection: KVSelection, softmax_scale: float) -> Launch:
+             selection: KVSelection, softmax_scale: float, *, hopper: bool = False) -> Launch:
     """The key-major pass over ``selection.transposed``; writes dk and dv."""
     assert selection.transposed is not None, "the key-major pass runs over the twin"
-    tile, constants = _tile_and_constants("dkv", q, selection)
+    kernel, tile, constants = _kernel_tile_constants("dkv", q, selection, hopper)
     loads = _tile_loads(tile.block_m, constants, q_tiles=q, dout_tiles=dout)
     by_tma = loads["q_tiles"] is not None and loads["dout_tiles"] is not None
-    stats_tiles = TensorDescriptor.from_tensor(stats.flatten(0, 1), [1, tile.block_m]) if by_tma else None
+    twin = _lists(selection.transposed)
+    order = heavy_first(twin.start, twin.count, kv_heads=k.shape[2], dense_count=selection.num_query_groups)
+    stats_tiles = _descriptor(stats.flatten(0, 1), [1, tile.block_m], constants) if by_tma else None
     arguments = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "dout": _rows(dout), "dk": _rows(dk), "dv": _rows(dv),
-                 **loads, "stats_tiles": stats_tiles, **_stats(stats), "twin": _lists(selection.transposed),
+                 **loads, "stats_tiles": stats_tiles, **_stats(stats), "stats_rows": stats.shape[1],
+                 "twin": twin, "order_ptr": order,
                  "kv_length_ptr": selection.kv_length.contiguous(), "num_queries": q.shape[0], "num_keys": k.shape[0],
                  "num_blocks": selection.num_kv_blocks, "heads": q.shape[2], "kv_heads": k.shape[2],
                  **_scales(softmax_scale)}
-    grid = (selection.num_kv_blocks * _tiles(selection.kv_block_size, tile.block_n), k.shape[1] * k.shape[2])
-    return Launch(_sparse_attention_bwd_dkv_kernel, grid, arguments, constants, tile)
+    grid = (k.shape[1] * k.shape[2] * selection.num_kv_blocks * _tiles(selection.kv_block_size, tile.block_n),)
+    return Launch(kernel, grid, arguments, constants, tile)
 
 
 def _check_limits(q: Tensor, k: Tensor) -> None:
@@ -150,25 +160,60 @@ def _check_limits(q: Tensor, k: Tensor) -> None:
                                   f"{q.shape[1] * q.shape[2]}; split the batch or {way_out}")
 
 
-def _tile_and_constants(pass_name: str, q: Tensor, selection: KVSelection) -> tuple[Tile, dict[str, Any]]:
-    tile = pick_tile(pass_name, q_block_size=selection.q_block_size, kv_block_size=selection.kv_block_size,
-                     head_dim=q.shape[-1], itemsize=q.element_size())
+def _kernel_tile_constants(pass_name: str, q: Tensor, selection: KVSelection,
+                           hopper: bool) -> tuple[Any, Tile, dict[str, Any]]:
+    q_block, kv_block, head_dim = selection.q_block_size, selection.kv_block_size, q.shape[-1]
+    constants = {"Q_BLOCK": q_block, "KV_BLOCK": kv_block, "HEAD_DIM": head_dim,
+                 "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length())}
+    tile = pick_hopper_tile(pass_name, q_block_size=q_block, kv_block_size=kv_block,
+                            head_dim=head_dim) if hopper else None
+    if tile is not None:
+        constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        return _hopper_kernel(pass_name), tile, constants
+    tile = pick_tile(pass_name, q_block_size=q_block, kv_block_size=kv_block, head_dim=head_dim,
+                     itemsize=q.element_size())
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     key_major = pass_name == "dkv"
-    walked, step = (selection.q_block_size, tile.block_m) if key_major else (selection.kv_block_size, tile.block_n)
-    gather = walked % step != 0
-    block_d = max(16, 1 << (q.shape[-1] - 1).bit_length())
-    constants = {"Q_BLOCK": selection.q_block_size, "KV_BLOCK": selection.kv_block_size, "HEAD_DIM": q.shape[-1],
-                 "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "GATHER": gather}
+    walked, step = (q_block, tile.block_m) if key_major else (kv_block, tile.block_n)
+    constants["GATHER"] = gather = walked % step != 0
     # Where most steps need no mask, those that do are kept narrow: they must not cost the others registers.
     tail = step if gather else min(step, tile.tail)
     constants |= {"TAIL_M" if key_major else "TAIL_N": tail, "TAIL_STAGES": tile.num_stages if gather else 1}
-    return tile, constants
+    return _KERNELS[pass_name], tile, constants
 
 
-def _tile_loads(step: int, constants: dict[str, Any], **tensors: Tensor) -> dict[str, TensorDescriptor | None]:
+def _hopper_kernel(pass_name: str) -> Any:
+    from megatron_dsv.kernels.sparse_attention.triton.hopper import backward_dkv, backward_dq, forward
+
+    return {"forward": forward._sparse_attention_hopper_fwd_kernel,
+            "dq": backward_dq._sparse_attention_hopper_bwd_dq_kernel,
+            "dkv": backward_dkv._sparse_attention_hopper_bwd_dkv_kernel}[pass_name]
+
+
+def _tile_loads(step: int, constants: dict[str, Any], **tensors: Tensor) -> dict[str, Any]:
     """A descriptor for tiles [step, BLOCK_D] of each tensor, or None where the kernel is to load by address."""
-    return {name: None if constants["GATHER"] or not _fits_tma(x) else TensorDescriptor.from_tensor(
-        x.permute(1, 2, 0, 3), [1, 1, step, constants["BLOCK_D"]]) for name, x in tensors.items()}
+    shape, by_address = [1, 1, step, constants["BLOCK_D"]], constants.get("GATHER", False)
+    return {name: None if by_address or not _fits_tma(x) else _descriptor(x.permute(1, 2, 0, 3), shape, constants)
+            for name, x in tensors.items()}
+
+
+def _descriptor(x: Tensor, block_shape: list[int], constants: dict[str, Any]) -> Any:
+    """What the tensor memory accelerator needs to know of x, as Triton or as Gluon (Hopper kernels) spells it."""
+    if "STAGES" not in constants:
+        return TensorDescriptor.from_tensor(x, block_shape)
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    swizzle, bits = (128, 16) if x.element_size() == 2 else (0, 32)
+    return GluonDescriptor.from_tensor(x, block_shape, NVMMASharedLayout(swizzle, bits, rank=len(block_shape)))
+
+
+def _fits_hopper(selection: KVSelection, *tensors: Tensor) -> bool:
+    """Whether the kernels written for Hopper serve: there, in 16 bits, for blocks and head dims of whole tiles."""
+    q = tensors[0]
+    whole_tiles = selection.q_block_size % HOPPER_BLOCK == 0 and selection.kv_block_size % HOPPER_BLOCK == 0
+    return (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and whole_tiles
+            and q.shape[-1] > _HOPPER_HEAD_DIM // 2 and all(_fits_tma(x) for x in tensors))
 
 
 def _fits_tma(x: Tensor) -> bool:
@@ -188,6 +233,12 @@ def _lists(selection: KVSelection) -> Lists:
     if indices.numel() == 0:
         indices = torch.zeros(1, dtype=torch.int32, device=indices.device)
     return Lists(indices.contiguous(), selection.row_start.contiguous(), selection.row_count.contiguous())
+
+
+def _query_major(selection: KVSelection) -> dict[str, Any]:
+    lists = _lists(selection)
+    order = heavy_first(lists.start, lists.count, kv_heads=lists.start.shape[1], dense_count=selection.num_kv_blocks)
+    return {"lists": lists, "order_ptr": order}
 
 
 def _stats(stats: Tensor) -> dict[str, Any]:

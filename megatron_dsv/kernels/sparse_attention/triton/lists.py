@@ -31,6 +31,15 @@ class Lists(NamedTuple):
 
 
 @triton.jit
+def program_row(order_ptr, tiles: tl.constexpr):
+    """(row, tile) of this program; rows are taken in the order given, or as they lie where it is None."""
+    row = tl.program_id(0) // tiles
+    if order_ptr is not None:
+        row = tl.load(order_ptr + row)
+    return row, tl.program_id(0) % tiles
+
+
+@triton.jit
 def load_row(lists, row, length, BLOCK: tl.constexpr):
     """(start, entries, listed) of a row; an unlisted (dense) row has every entry that begins before ``length``."""
     start = tl.load(lists.start + row)

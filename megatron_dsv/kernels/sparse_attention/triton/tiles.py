@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Tile:
     """BLOCK_M query rows x BLOCK_N keys, with triton's num_warps and num_stages; ``tail`` is the step where masks are
-    needed, which is rare in lists of whole blocks."""
+    needed, which is rare in lists of whole blocks. ``max_registers`` a thread, where the compiler should use fewer."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tail: int = 32
+    max_registers: int | None = None
 
 
 # (pass, widest padded head dim, own-axis tile) -> Tile, for 16-bit inputs; the own-axis tile is the largest that fits.
@@ -43,11 +44,34 @@ _TILES = {
     ("dkv", 256, 64): Tile(64, 64, 8, 2, tail=16),
 }
 
+# The same for the kernels written for Hopper, where they are the faster ones; num_stages is the depth of their rings.
+HOPPER_BLOCK = 64
+_HOPPER_TILES = {
+    ("forward", 64, 128): Tile(64, 64, 4, 3, max_registers=128),
+    ("forward", 64, 64): Tile(64, 64, 4, 3, max_registers=128),
+    ("forward", 128, 128): Tile(128, 64, 8, 3, max_registers=128),
+    ("forward", 128, 64): Tile(64, 64, 4, 2, max_registers=168),
+    ("dq", 128, 128): Tile(64, 64, 4, 2),
+    ("dq", 128, 64): Tile(64, 64, 4, 2),
+    ("dq", 256, 64): Tile(64, 32, 4, 2),
+    ("dkv", 64, 128): Tile(64, 64, 4, 3),
+    ("dkv", 64, 64): Tile(64, 64, 4, 3),
+    ("dkv", 128, 128): Tile(64, 64, 4, 2),
+    ("dkv", 128, 64): Tile(64, 64, 4, 2),
+    ("dkv", 256, 128): Tile(64, 64, 8, 2),
+    ("dkv", 256, 64): Tile(64, 64, 8, 2),
+}
+
 # Short blocks are gathered row by row: more warps share the registers that the addresses take, and wide rows come few.
 _GATHER_WARPS, _WIDE_GATHER_STEP = 8, 32
 
 # fp32 multiplies without tensor cores: small tiles keep it within registers and shared memory.
 _FP32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
+
+
+def pick_hopper_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim: int) -> Tile | None:
+    """The tile of the Hopper kernel of one pass, or None where the kernel for any device is faster."""
+    return _HOPPER_TILES.get(_key(pass_name, q_block_size, kv_block_size, head_dim))
 
 
 def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim: int, itemsize: int) -> Tile:
@@ -56,10 +80,10 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
     The own axis never spans two rows of the selection, so its tile shrinks to the block; the walked axis gathers
     several short blocks into one step.
     """
-    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    own_block = kv_block_size if pass_name == "dkv" else q_block_size
-    walked_block = q_block_size if pass_name == "dkv" else kv_block_size
-    tile = _FP32_TILES[width] if itemsize == 4 else _TILES[pass_name, width, 128 if own_block % 128 == 0 else 64]
+    key = _key(pass_name, q_block_size, kv_block_size, head_dim)
+    width = key[1]
+    own_block, walked_block = (q_block_size, kv_block_size)[::-1 if pass_name == "dkv" else 1]
+    tile = _FP32_TILES[width] if itemsize == 4 else _TILES[key]
     block_m, block_n, warps = tile.block_m, tile.block_n, tile.num_warps
     own = max(16, 1 << (own_block - 1).bit_length())
     if pass_name == "dkv":
@@ -75,3 +99,9 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
         if width == 256:
             block_m, block_n = (_WIDE_GATHER_STEP, block_n) if pass_name == "dkv" else (block_m, _WIDE_GATHER_STEP)
     return replace(tile, block_m=block_m, block_n=block_n, num_warps=warps)
+
+
+def _key(pass_name: str, q_block_size: int, kv_block_size: int, head_dim: int) -> tuple[str, int, int]:
+    own_block = kv_block_size if pass_name == "dkv" else q_block_size
+    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    return pass_name, width, 128 if own_block % 128 == 0 else 64
