@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from megatron_dsv import presets
+from megatron_dsv.context_parallel.cluster import load as load_cluster
 
 _WITH = {
     # What completes a file of a group into a launch: (configs before it, flags, ranks).
@@ -50,11 +51,14 @@ def check(name: str, ranks: int | None = None, *, complete: bool = False) -> str
         complete: whether the file is a whole launch by itself; otherwise its group says what completes it.
 
     Returns:
-        The resulting layout in words.
+        The resulting layout, or the cluster, in words.
 
     Raises:
         ValueError, NotImplementedError: what a launch would say.
     """
+    if not complete and name.startswith("cluster/"):
+        cluster = load_cluster(name)
+        return f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs with {cluster.memory_gib:g} GiB"
     from megatron_dsv.training.arguments import dry_parse
 
     before, flags, default_ranks = ((), [], None) if complete else _WITH[name.split("/", 1)[0]]
