@@ -98,10 +98,8 @@ class SparseRun:
                 "kv_length": self.shape.tokens, "softmax_scale": RANK**-0.5}
 
     def _walks_twin(self) -> bool:
-        if self.point.backend in ("auto", "cudnn", "reference"):
-            # The first leaves it to the backward that it picks, as a training step does; the others have no use for it.
-            return False
-        return self.point.blocks[1] > 1 or self.point.deterministic
+        # auto leaves it to the backward that it picks, as a training step does; token lists are never transposed.
+        return self.point.backend in ("triton", "flash4") and self.point.blocks[1] > 1
 
 
 @dataclass(frozen=True)
