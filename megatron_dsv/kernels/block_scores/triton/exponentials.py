@@ -11,8 +11,6 @@ import triton.language as tl
 SAFE_LOG2 = tl.constexpr(100.0)
 """Both ways are accurate for |x| up to here, and 2^27 such powers add up without an overflow."""
 
-_PACK = tl.constexpr(8)
-
 
 def _lane(lane: int, polynomial: bool) -> str:
     """Code of one lane: operand ``lane`` = 2 ** (operand ``lane + 8`` * operand ``lane + 16``)."""
@@ -30,16 +28,16 @@ def _code(polynomial_lanes: frozenset[int]) -> str:
     return "{ .reg .f32 t, y, p; .reg .b32 e, m; " + lanes + " }"
 
 
-_MIXED = tl.constexpr(_code(frozenset({1, 4, 6})))
-_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 16))
+MIXED_CODE = tl.constexpr(_code(frozenset({1, 4, 6})))
+MIXED_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 16))
+LOG2_CODE = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def log2_fast(x, MIXED: tl.constexpr):
     """log2 of fp32 within 2^-21 of max(1, |log2|); ``tl.log2`` takes forty instructions."""
     if MIXED:
-        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
-                                           pack=1)
+        result = tl.inline_asm_elementwise(LOG2_CODE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         result = tl.log2(x)
     return result
@@ -49,7 +47,8 @@ def log2_fast(x, MIXED: tl.constexpr):
 def exp2_scaled(x, scale, MIXED: tl.constexpr):
     """2 ** (x * scale) in fp32; MIXED is for |x * scale| up to SAFE_LOG2, and not for the interpreter."""
     if MIXED:
-        power = tl.inline_asm_elementwise(_MIXED, _CONSTRAINTS, [x, scale], dtype=tl.float32, is_pure=True, pack=_PACK)
+        power = tl.inline_asm_elementwise(MIXED_CODE, MIXED_CONSTRAINTS, [x, scale], dtype=tl.float32, is_pure=True,
+                                          pack=8)
     else:
         power = tl.exp2(x * scale)
     return power

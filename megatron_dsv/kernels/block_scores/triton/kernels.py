@@ -1,7 +1,8 @@
 """Block scores in two passes: the exponentials of every logit once, then one value per (proxy, block) to combine.
 
 Logits are in units of log 2. The first pass leaves a proxy's value for each block (``partial``): log2-sum-exp2 over
-the block's valid keys, or their maximum. The second normalises each proxy and adds the proxies of a group.
+the block's valid keys, or their maximum; and the log2-sum-exp2 of each span of keys (``total``). The second normalises
+each proxy and adds the proxies of a group.
 
 Dims: sk key tokens, b batch, h query heads, G key/value heads (kv_heads), r predictor rank (RANK), P proxies per query
 group, Nq query groups, Nk key/value blocks; bh (batch, head) pairs, T steps of PER_STEP blocks. A launch handles the
@@ -39,13 +40,15 @@ def _key_bound_kernel(k_ptr, bound_ptr, kv_length_ptr, stride_ks, stride_kb, str
 
 @triton.jit
 def _block_partial_kernel(
-        q_ptr, k_ptr, bound_ptr, partial_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb,
-        stride_kg, first_pair, first_row, num_rows, num_keys, num_steps, heads, kv_heads, spans, bound_spans,
-        scale_log2,
+        q_ptr, k_ptr, bound_ptr, partial_ptr, total_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks,
+        stride_kb, stride_kg, first_pair, first_row, num_rows, num_keys, num_steps, heads, kv_heads, spans,
+        bound_spans, scale_log2,
         TAKE_MAX: tl.constexpr, MIXED: tl.constexpr, KV_BLOCK: tl.constexpr, PER_STEP: tl.constexpr,
         SPAN: tl.constexpr, BOUND_SPANS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """partial [pairs, T, num_rows, PER_STEP]; a program owns BLOCK_M proxies and SPAN steps of PER_STEP blocks.
+    """partial [pairs, T, num_rows, PER_STEP], total [pairs, spans, num_rows] (not of maxima).
+
+    A program owns BLOCK_M proxies and SPAN steps of PER_STEP blocks.
 
     A block is padded to a power of two lanes; one longer than BLOCK_N is taken in pieces.
     """
@@ -79,6 +82,8 @@ def _block_partial_kernel(
         broken = tl.max((query_bound != query_bound).to(tl.int32), 0) > 0
         # |q k| <= |q| |k|
         bound = tl.sqrt_rn(tl.max(query_bound, 0)) * tl.sqrt_rn(tl.max(key_bound, 0)) * tl.abs(scale_log2)
+        row_most = tl.zeros([BLOCK_M], tl.float32)
+        row_total = tl.zeros([BLOCK_M], tl.float32)
         if (bound <= SAFE_LOG2) & (broken == 0):
             whole = length // KV_BLOCK // PER_STEP
             # Padded lanes are never whole.
@@ -87,15 +92,24 @@ def _block_partial_kernel(
             for step in range(first_step, middle):
                 value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, False, KV_BLOCK, PER_STEP,
                                   RANK, BLOCK_N)
+                row_total += tl.sum(value, 1)
                 _store_step(out, step, num_rows, lane_m, valid_m, log2_fast(value, MIXED), PER_STEP)
             for step in range(middle, last_step):
                 value = _step_sum(q, k_base, stride_ks, step, length, scale_log2, MIXED, True, KV_BLOCK, PER_STEP,
                                   RANK, BLOCK_N)
+                row_total += tl.sum(value, 1)
                 _store_step(out, step, num_rows, lane_m, valid_m, log2_fast(value, MIXED), PER_STEP)
         else:
+            row_most = tl.full([BLOCK_M], float("-inf"), tl.float32)
             for step in range(first_step, last_step):
                 value = _step_lse(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK, PER_STEP, RANK, BLOCK_N)
+                new_most = tl.maximum(row_most, tl.max(value, 1))
+                reference = tl.where(new_most == float("-inf"), 0.0, new_most)
+                row_total = row_total * tl.exp2(row_most - reference) + tl.sum(tl.exp2(value - reference[:, None]), 1)
+                row_most = new_most
                 _store_step(out, step, num_rows, lane_m, valid_m, value, PER_STEP)
+        total = total_ptr + (pair * spans + span).to(tl.int64) * num_rows + first_m
+        tl.store(total + lane_m, row_most + tl.log2(row_total), mask=valid_m)
 
 
 @triton.jit
@@ -173,59 +187,48 @@ def _step_max(q, k_base, stride_ks, step, length, scale_log2, KV_BLOCK: tl.const
 
 @triton.jit
 def _block_combine_kernel(
-        partial_ptr, out_ptr, num_groups, num_rows, num_blocks, num_steps,
+        partial_ptr, total_ptr, out_ptr, num_groups, num_rows, num_blocks, num_steps, spans, block_tiles,
         REDUCTION: tl.constexpr, PROXIES: tl.constexpr, PROXIES_PADDED: tl.constexpr, PER_STEP: tl.constexpr,
-        GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out [pairs, num_groups, Nk] from partial [pairs, T, num_groups * P, PER_STEP]; a program owns GROUPS groups."""
+        SPANS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out [pairs, num_groups, Nk] from partial [pairs, T, num_rows, PER_STEP] and total [pairs, spans, num_rows].
+
+    A program owns BLOCK_K blocks of GROUPS groups.
+    """
     ROWS: tl.constexpr = GROUPS * PROXIES_PADDED
-    tiles = tl.cdiv(num_groups, GROUPS)
-    pair = (tl.program_id(0) // tiles).to(tl.int64)
-    first_group = tl.program_id(0) % tiles * GROUPS
+    group_tiles = tl.cdiv(num_groups, GROUPS)
+    first_block = tl.program_id(0) % block_tiles * BLOCK_K
+    first_group = tl.program_id(0) // block_tiles % group_tiles * GROUPS
+    pair = (tl.program_id(0) // block_tiles // group_tiles).to(tl.int64)
     lane = tl.arange(0, ROWS)
-    group, proxy = first_group + lane // PROXIES_PADDED, lane % PROXIES_PADDED
-    valid_row = (group < num_groups) & (proxy < PROXIES)
-    base = partial_ptr + (pair * num_steps * num_rows + group * PROXIES + proxy) * PER_STEP
-    lane_k = tl.arange(0, BLOCK_K)
-
-    lse = tl.zeros([ROWS], tl.float32)
+    valid_row = (first_group + lane // PROXIES_PADDED < num_groups) & (lane % PROXIES_PADDED < PROXIES)
+    row = (first_group + lane // PROXIES_PADDED) * PROXIES + lane % PROXIES_PADDED
+    block = first_block + tl.arange(0, BLOCK_K)
+    valid_block = block < num_blocks
+    place = (pair * num_steps + block // PER_STEP) * num_rows * PER_STEP + block % PER_STEP
+    value = tl.load(partial_ptr + place[:, None] + (row * PER_STEP)[None, :],
+                    mask=valid_block[:, None] & valid_row[None, :], other=float("-inf"))
     if REDUCTION == "mass":
-        most = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for first in range(0, num_blocks, BLOCK_K):
-            value = _load_partial(base, first + lane_k, num_rows, num_blocks, valid_row, PER_STEP)
-            new_most = tl.maximum(most, tl.max(value, 1))
-            reference = tl.where(new_most == float("-inf"), 0.0, new_most)
-            total = total * tl.exp2(most - reference) + tl.sum(tl.exp2(value - reference[:, None]), 1)
-            most = new_most
+        lane_s = tl.arange(0, SPANS)
+        totals = tl.load(total_ptr + (pair * spans + lane_s)[:, None] * num_rows + row[None, :],
+                         mask=(lane_s < spans)[:, None] & valid_row[None, :], other=float("-inf"))
+        most = tl.max(totals, 0)
+        reference = tl.where(most == float("-inf"), 0.0, most)
+        whole = tl.sum(tl.exp2(totals - reference[None, :]), 0)
         # A proxy without any valid key has no mass to give; -inf - -inf would be NaN.
-        lse = tl.where(total == 0, float("inf"), most + tl.log2(total))
-    groups = first_group + tl.arange(0, GROUPS)
-    for first in range(0, num_blocks, BLOCK_K):
-        block = first + lane_k
-        value = _load_partial(base, block, num_rows, num_blocks, valid_row, PER_STEP)
-        if REDUCTION == "mass":
-            value = tl.exp2(value - lse[:, None])
-        value = tl.reshape(value, [GROUPS, PROXIES_PADDED, BLOCK_K])
-        if REDUCTION == "mass":
-            scores = tl.sum(value, 1)
+        value = tl.exp2(value - tl.where(whole == 0, float("inf"), reference + tl.log2(whole))[None, :])
+        scores = tl.sum(tl.reshape(value, [BLOCK_K, GROUPS, PROXIES_PADDED]), 2)
+    else:
+        value = tl.reshape(value, [BLOCK_K, GROUPS, PROXIES_PADDED])
+        most = tl.max(value, 2)
+        if REDUCTION == "max":
+            broken = tl.max((value != value).to(tl.int32), 2) > 0
+            scores = tl.where(broken, float("nan"), most * LN2)
         else:
-            most = tl.max(value, 1)
-            if REDUCTION == "max":
-                broken = tl.max((value != value).to(tl.int32), 1) > 0
-                scores = tl.where(broken, float("nan"), most * LN2)
-            else:
-                reference = tl.where(most == float("-inf"), 0.0, most)
-                scores = (reference + tl.log2(tl.sum(tl.exp2(value - reference[:, None, :]), 1))) * LN2
-        place = (pair * num_groups + groups[:, None]) * num_blocks + block[None, :]
-        tl.store(out_ptr + place, scores, mask=(groups < num_groups)[:, None] & (block < num_blocks)[None, :])
-
-
-@triton.jit
-def _load_partial(base, block, num_rows, num_blocks, valid_row, PER_STEP: tl.constexpr):
-    """[rows, blocks] of the scratch; -inf past its end, as if every key there were padding."""
-    place = (block // PER_STEP).to(tl.int64) * num_rows * PER_STEP + block % PER_STEP
-    return tl.load(base[:, None] + place[None, :], mask=valid_row[:, None] & (block < num_blocks)[None, :],
-                   other=float("-inf"))
+            reference = tl.where(most == float("-inf"), 0.0, most)
+            scores = (reference + tl.log2(tl.sum(tl.exp2(value - reference[:, :, None]), 2))) * LN2
+    group = first_group + tl.arange(0, GROUPS)
+    tl.store(out_ptr + (pair * num_groups + group[:, None]) * num_blocks + block[None, :], tl.trans(scores),
+             mask=(group < num_groups)[:, None] & valid_block[None, :])
 
 
 @triton.jit

@@ -28,8 +28,15 @@ from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 MAX_RANK = 256
 _SPAN_TOKENS = 4096
 """Keys that one program scores: enough to bury its start, few enough that short grids fill the device."""
+_BOUND_TOKENS = 1024
+"""Keys that one program takes the norms of."""
 _SCRATCH_BYTES = 128 << 20
 """Bound on the values of (proxy, block) pairs that exist at once."""
+
+
+_HOPPER_TILE = Tile(64, 64, 4, 1)
+_HOPPER_CHUNK = 256
+"""Keys that the Hopper pass copies at once; a block may not be longer."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,9 @@ class Scorer:
         self.kv_block_size, self.proxies, self.reduction = kv_block_size, proxies, reduction
         self.softmax_scale = softmax_scale
         self.num_blocks = -(-k_lr.shape[0] // kv_block_size)
-        spans = num_spans(k_lr.shape[0])
-        self.bound = torch.empty((*k_lr.shape[1:3], spans), dtype=torch.float32, device=k_lr.device)
+        self.on_hopper = reduction != "max" and _serves_hopper(self.q_pooled, self.k_lr, kv_block_size)
+        self.bound = torch.empty((*k_lr.shape[1:3], -(-k_lr.shape[0] // _BOUND_TOKENS)), dtype=torch.float32,
+                                 device=k_lr.device)
         if reduction != "max":
             with on_device(k_lr):
                 plan_bound(self.k_lr, self.kv_length, self.bound).run()
@@ -115,53 +123,77 @@ class Scorer:
         if out is None:
             out = torch.empty((chunk.pairs, chunk.groups, self.num_blocks), dtype=torch.float32,
                               device=self.q_pooled.device)
-        partial = torch.empty(self.partial_shape(chunk), dtype=torch.float32, device=out.device)
+        partial, total = (torch.empty(shape, dtype=torch.float32, device=out.device)
+                          for shape in self.scratch_shapes(chunk))
         with on_device(out):
-            self.plan_partial(chunk, partial).run()
-            self.plan_combine(chunk, partial, out).run()
+            self.plan_partial(chunk, partial, total).run()
+            self.plan_combine(chunk, partial, total, out).run()
         return out
 
-    def partial_shape(self, chunk: Chunk) -> tuple[int, ...]:
-        """[pairs, T, groups * P, blocks of a step]."""
+    def scratch_shapes(self, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the values of blocks [pairs, T, groups * P, blocks of a step], and of spans [pairs, spans, groups * P]."""
         per_step = self._tile_and_step()[1]
-        return chunk.pairs, -(-self.num_blocks // per_step), chunk.groups * self.proxies, per_step
+        steps, rows = -(-self.num_blocks // per_step), chunk.groups * self.proxies
+        return (chunk.pairs, steps, rows, per_step), (chunk.pairs, -(-steps // self._span(per_step)), rows)
 
-    def plan_partial(self, chunk: Chunk, partial: Tensor) -> Launch:
-        """The pass over keys; writes ``partial``."""
+    def plan_partial(self, chunk: Chunk, partial: Tensor, total: Tensor) -> Launch:
+        """The pass over keys; writes ``partial`` and ``total``."""
+        if self.on_hopper:
+            return self._plan_hopper(chunk, partial, total)
         tile, per_step = self._tile_and_step()
-        q, k = self.q_pooled, self.k_lr
-        pairs, steps, rows, _ = partial.shape
-        span = max(1, _SPAN_TOKENS // (per_step * self.kv_block_size))
-        spans = -(-steps // span)
-        arguments = {
-            "q_ptr": q, "k_ptr": k, "bound_ptr": self.bound, "partial_ptr": partial, "kv_length_ptr": self.kv_length,
-            **_strides(q, k), "first_pair": chunk.first_pair, "first_row": chunk.first_group * self.proxies,
-            "num_rows": rows, "num_keys": k.shape[0], "num_steps": steps, "heads": q.shape[2],
-            "kv_heads": k.shape[2], "spans": spans, "bound_spans": self.bound.shape[-1],
-            "scale_log2": self.softmax_scale * math.log2(math.e)}
+        rank = self.q_pooled.shape[-1]
         constants: dict[str, Any] = {
             "TAKE_MAX": self.reduction == "max", "MIXED": not triton.knobs.runtime.interpret,
-            "KV_BLOCK": self.kv_block_size, "PER_STEP": per_step, "SPAN": span,
-            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": q.shape[-1], "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n, "BLOCK_D": max(16, _power_of_two(q.shape[-1]))}
-        grid = (-(-rows // tile.block_m) * spans * pairs, 1)
-        return Launch(_block_partial_kernel, grid, arguments, constants, tile)
+            "KV_BLOCK": self.kv_block_size, "PER_STEP": per_step, "SPAN": self._span(per_step),
+            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": rank, "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n, "BLOCK_D": max(16, _power_of_two(rank))}
+        grid = (-(-partial.shape[2] // tile.block_m) * total.shape[1] * chunk.pairs, 1)
+        return Launch(_block_partial_kernel, grid, self._arguments(chunk, partial, total), constants, tile)
 
-    def plan_combine(self, chunk: Chunk, partial: Tensor, out: Tensor) -> Launch:
+    def _plan_hopper(self, chunk: Chunk, partial: Tensor, total: Tensor) -> Launch:
+        from megatron_dsv.kernels.block_scores.triton.hopper import _block_partial_hopper_kernel
+
+        constants: dict[str, Any] = {
+            "KV_BLOCK": self.kv_block_size, "SPAN": _SPAN_TOKENS // _HOPPER_CHUNK,
+            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": self.q_pooled.shape[-1],
+            "BLOCK_M": _HOPPER_TILE.block_m, "BLOCK_N": _HOPPER_TILE.block_n, "CHUNK": _HOPPER_CHUNK,
+            "NUM_WARPS": _HOPPER_TILE.num_warps}
+        grid = (-(-partial.shape[2] // _HOPPER_TILE.block_m) * total.shape[1] * chunk.pairs, 1)
+        return Launch(_block_partial_hopper_kernel, grid, self._arguments(chunk, partial, total), constants,
+                      _HOPPER_TILE)
+
+    def _arguments(self, chunk: Chunk, partial: Tensor, total: Tensor) -> dict[str, Any]:
+        """Run-time arguments of either pass over keys."""
+        q, k = self.q_pooled, self.k_lr
+        return {"q_ptr": q, "k_ptr": k, "bound_ptr": self.bound, "partial_ptr": partial, "total_ptr": total,
+                "kv_length_ptr": self.kv_length, **_strides(q, k), "first_pair": chunk.first_pair,
+                "first_row": chunk.first_group * self.proxies, "num_rows": partial.shape[2], "num_keys": k.shape[0],
+                "num_steps": partial.shape[1], "heads": q.shape[2], "kv_heads": k.shape[2], "spans": total.shape[1],
+                "bound_spans": self.bound.shape[-1], "scale_log2": self.softmax_scale * math.log2(math.e)}
+
+    def plan_combine(self, chunk: Chunk, partial: Tensor, total: Tensor, out: Tensor) -> Launch:
         """The pass over blocks; writes out [pairs, groups, Nk] contiguous."""
         padded = _power_of_two(self.proxies)
-        groups = max(1, 8 // padded)
-        block = min(_power_of_two(self.num_blocks), max(16, 8192 // (groups * padded)))
-        arguments = {"partial_ptr": partial, "out_ptr": out, "num_groups": chunk.groups, "num_rows": partial.shape[2],
-                     "num_blocks": self.num_blocks, "num_steps": partial.shape[1]}
+        groups = max(1, 32 // padded)
+        block = min(_power_of_two(self.num_blocks), max(16, 4096 // (groups * padded)))
+        block_tiles = -(-self.num_blocks // block)
+        arguments = {"partial_ptr": partial, "total_ptr": total, "out_ptr": out, "num_groups": chunk.groups,
+                     "num_rows": partial.shape[2], "num_blocks": self.num_blocks, "num_steps": partial.shape[1],
+                     "spans": total.shape[1], "block_tiles": block_tiles}
         constants: dict[str, Any] = {
             "REDUCTION": self.reduction, "PROXIES": self.proxies, "PROXIES_PADDED": padded,
-            "PER_STEP": partial.shape[3], "GROUPS": groups, "BLOCK_K": block}
-        grid = (-(-chunk.groups // groups) * chunk.pairs, 1)
+            "PER_STEP": partial.shape[3], "SPANS": _power_of_two(total.shape[1]), "GROUPS": groups, "BLOCK_K": block}
+        grid = (block_tiles * -(-chunk.groups // groups) * chunk.pairs, 1)
         return Launch(_block_combine_kernel, grid, arguments, constants, Tile(groups, block, 4, 1))
+
+    def _span(self, per_step: int) -> int:
+        """Steps that one program of the pass over keys takes."""
+        return max(1, _SPAN_TOKENS // (per_step * self.kv_block_size))
 
     def _tile_and_step(self) -> tuple[Tile, int]:
         """The tile of the pass over keys, and how many blocks a step takes."""
+        if self.on_hopper:
+            return _HOPPER_TILE, 1
         tile = _partial_tile(self.q_pooled)
         return tile, max(1, tile.block_n // _power_of_two(self.kv_block_size))
 
@@ -197,13 +229,8 @@ def plan_bound(k_lr: Tensor, kv_length: Tensor, bound: Tensor) -> Launch:
     arguments = {"k_ptr": k_lr, "bound_ptr": bound, "kv_length_ptr": kv_length,
                  **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_keys": k_lr.shape[0],
                  "kv_heads": k_lr.shape[2], "spans": bound.shape[-1]}
-    constants = {"SPAN": _SPAN_TOKENS, "RANK": k_lr.shape[-1], "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
+    constants = {"SPAN": _BOUND_TOKENS, "RANK": k_lr.shape[-1], "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
     return Launch(_key_bound_kernel, (bound.shape[-1], k_lr.shape[1] * k_lr.shape[2]), arguments, constants, tile)
-
-
-def num_spans(tokens: int) -> int:
-    """Spans that the keys of a sequence are cut into."""
-    return -(-tokens // _SPAN_TOKENS)
 
 
 def on_device(tensor: Tensor):
@@ -217,6 +244,14 @@ def _partial_tile(q_pooled: Tensor) -> Tile:
         # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
         return Tile(32, 32, 4, 1) if rank <= 64 else Tile(16, 32, 4, 1)
     return Tile(128, 64, 4, 3) if rank <= 64 else Tile(64, 64, 4, 1)
+
+
+def _serves_hopper(q_pooled: Tensor, k_lr: Tensor, kv_block_size: int) -> bool:
+    """Whether the pass written for Hopper takes these: whole steps of keys, copied in 16 bytes."""
+    return (k_lr.is_cuda and torch.cuda.get_device_capability(k_lr.device)[0] == 9
+            and kv_block_size in (64, 128, 256) and k_lr.shape[-1] in (16, 32, 64)
+            and k_lr.dtype in (torch.bfloat16, torch.float16)
+            and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q_pooled, k_lr)))
 
 
 def _even(total: int, part: int) -> int:

@@ -29,6 +29,11 @@ def _select_rows_kernel(
     cap = tl.load(limits_ptr + 2 * heads + head).to(tl.int32)
     floor = tl.load(limits_ptr + 3 * heads + head).to(tl.int32)
     start += (batch.to(tl.int64) * num_groups + group) * width
+    # Asked for before they are needed: a row is short, and a load takes as long as half of it.
+    block = tl.arange(0, BLOCK)
+    scores = tl.load(scores_ptr + tl.program_id(0).to(tl.int64) * num_blocks + block, mask=block < num_blocks,
+                     other=0.0)
+    length = tl.load(kv_length_ptr + batch * kv_heads + head // (heads // kv_heads))
     number = group.to(tl.int64)
     if HAS_IDS:
         number = tl.load(group_ids_ptr + group).to(tl.int64)
@@ -38,8 +43,6 @@ def _select_rows_kernel(
     if dense | (real == 0):
         tl.store(row_count_ptr + row, 0)
     else:
-        length = tl.load(kv_length_ptr + batch * kv_heads + head // (heads // kv_heads))
-        block = tl.arange(0, BLOCK)
         # No block begins past the keys, but a length may.
         valid = (block * KV_BLOCK < length) & (block < num_blocks)
         forced = block < prefix
@@ -47,8 +50,6 @@ def _select_rows_kernel(
             forced |= (block >= number * Q_BLOCK // KV_BLOCK) & (block <= ((number + 1) * Q_BLOCK - 1) // KV_BLOCK)
         forced &= valid
 
-        scores = tl.load(scores_ptr + tl.program_id(0).to(tl.int64) * num_blocks + block, mask=block < num_blocks,
-                         other=0.0)
         # A real block beats padding even if its score is -inf or NaN, and does not pass for a forced one.
         scores = tl.where(scores == scores, scores, -LARGEST)
         scores = tl.minimum(tl.maximum(scores, -LARGEST), LARGEST)
@@ -66,11 +67,14 @@ def _select_rows_kernel(
 
         threshold = tl.zeros((), tl.uint32)
         bit = tl.full((), 0x80000000, tl.uint32)
-        for _ in range(32):
+        reached = tl.full((), BLOCK + 1, tl.int32)
+        # Once as many as wanted are above, finer bits change nothing.
+        while (bit != 0) & (reached != count):
             candidate = threshold | bit
             bit >>= 1
-            enough = tl.sum((order >= candidate).to(tl.int32), 0) >= count
-            threshold = tl.where(enough, candidate, threshold)
+            number = tl.sum((order >= candidate).to(tl.int32), 0)
+            threshold = tl.where(number >= count, candidate, threshold)
+            reached = tl.where(number >= count, number, reached)
         above, level = order > threshold, (order == threshold) & valid
         # Both counts in one scan: above in the low half, ties in the high half.
         seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
