@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_dsv.kernels.host_values import on_device
+
 Length = int | Tensor | None
 """None (everything is real), an int (the same for all), or an integer tensor [b] (keys also: [b, G]), in tokens."""
 
@@ -36,7 +38,7 @@ def key_lengths(kv_length: Length, *, batch: int, num_kv_heads: int, num_keys: i
     if kv_length.device.type == "cpu" and kv_length.numel():
         _check_host_length("kv_length", int(kv_length.min()), num_keys)
         _check_host_length("kv_length", int(kv_length.max()), num_keys)
-    lengths = kv_length.to(device=device, dtype=torch.int32, non_blocking=True)
+    lengths = _int32_on(kv_length, device)
     return (lengths[:, None] if lengths.dim() == 1 else lengths).expand(batch, num_kv_heads).contiguous()
 
 
@@ -58,7 +60,7 @@ def query_lengths(query_length: Length, *, batch: int, num_queries: int, device:
     _check_integer("query_length", query_length)
     if query_length.shape != (batch,):
         raise ValueError(f"query_length must be an int or [b] with b={batch}, got shape {tuple(query_length.shape)}")
-    return query_length.to(device=device, dtype=torch.int32, non_blocking=True)
+    return _int32_on(query_length, device)
 
 
 def longest_on_host(kv_length: Length, num_keys: int) -> int:
@@ -70,6 +72,12 @@ def longest_on_host(kv_length: Length, num_keys: int) -> int:
     if kv_length.device.type == "cpu" and kv_length.numel():
         return min(int(kv_length.max()), num_keys)
     return num_keys
+
+
+def _int32_on(lengths: Tensor, device: torch.device) -> Tensor:
+    if lengths.device.type == "cpu":
+        return on_device(lengths, torch.int32, device)
+    return lengths.to(device=device, dtype=torch.int32)
 
 
 def _check_host_length(name: str, length: int, limit: int) -> None:

@@ -116,7 +116,8 @@ class Selector:
         if budgets is not None:
             budgets = [budgets[head - self.query_heads.start] for head in head_ids]
         whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
-        group_numbers = None if whole else torch.tensor(query_group_ids, device=k_lr.device)
+        group_numbers = None if whole else torch.arange(query_group_ids.start, query_group_ids.stop,
+                                                        query_group_ids.step, device=k_lr.device)
         if (dsv.dsv_kv_block_size == 1 and dsv.dsv_selection_rule == "topk" and budgets is not None
                 and not dsv.dsv_freeze_selection):
             # Scores of single tokens are as many as dense attention's: this rule needs none of them in memory.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores import reference
+from megatron_dsv.kernels.host_values import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -216,5 +217,5 @@ def _length(name: str, length: int | Tensor | None, tokens: int, shape: tuple[in
     if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
         raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
                          f"got {length.dtype} {tuple(length.shape)}")
-    length = length.to(device, non_blocking=True)
+    length = on_device(length, length.dtype, device) if length.device.type == "cpu" else length.to(device)
     return length if length.dim() == len(shape) else length[:, None].expand(shape)

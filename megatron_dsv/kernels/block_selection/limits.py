@@ -5,16 +5,12 @@ Dims: h query heads.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 THETA_UNIT = 2**22
 """Shares of the mass are whole multiples of its inverse: products with fixed-point masses stay exact."""
-
-Table = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class RowRule:
         """Entries that the lists of all heads may need."""
         return rows_per_head * sum(self.widths)
 
-    def table(self, rows_per_head: int) -> Table:
+    def table(self, rows_per_head: int) -> tuple[tuple[int, ...], ...]:
         """[4][h]: where the rows of each head begin, and its width, cap and floor."""
         starts = tuple(rows_per_head * sum(self.widths[:head]) for head in range(len(self.widths)))
         return starts, self.widths, self.caps, self.floors
@@ -62,16 +58,3 @@ class RowRule:
 def own_blocks(group: Tensor, q_block_size: int, kv_block_size: int) -> tuple[Tensor, Tensor]:
     """First and last block that overlap the tokens of a group."""
     return group * q_block_size // kv_block_size, ((group + 1) * q_block_size - 1) // kv_block_size
-
-
-def table_on(values: Table, device: torch.device) -> Tensor:
-    """The table as int64 [4, h] on ``device``, copied there once for as long as the budgets stay.
-
-    A copy is ordered with the work of its stream alone, so that every stream gets its own.
-    """
-    return _copied(values, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _copied(values: Table, device: torch.device, _stream: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dsv.kernels.block_selection.limits import THETA_UNIT, RowRule, own_blocks, table_on
+from megatron_dsv.kernels.block_selection.limits import THETA_UNIT, RowRule, own_blocks
+from megatron_dsv.kernels.host_values import on_device
 
 _CHUNK_ELEMENTS = 2**25
 """Scores handled at once; bounds the int64 temporaries to 256 MiB each when the blocks are single tokens."""
@@ -48,7 +49,7 @@ def select_rows(scores: Tensor, rule: RowRule, kv_length: Tensor, query_length: 
     """(kv_indices, row_start, row_count) of scores fp32 [b, h, Nq, Nk]; kv_length [b, G], query_length [b]."""
     b, h, nq, nk = scores.shape
     device = scores.device
-    starts, width, cap, floor = table_on(rule.table(b * nq), device)
+    starts, width, cap, floor = on_device(rule.table(b * nq), torch.int64, device)
     block = torch.arange(nk, device=device)
     valid = block * rule.kv_block_size < kv_length[..., None]
     valid = valid.repeat_interleave(h // kv_length.shape[1], dim=1)[:, :, None]

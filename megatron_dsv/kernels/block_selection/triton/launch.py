@@ -12,10 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_dsv.kernels import host_values
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, ScoreChunk
 from megatron_dsv.kernels.block_scores.triton.launch import on_device
 from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
-from megatron_dsv.kernels.block_selection.limits import RowRule, table_on
+from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.kernels.block_selection.triton.rows import _select_rows_kernel
 from megatron_dsv.kernels.block_selection.triton.twin import _fill_twin_kernel, _mark_rows_kernel
 from megatron_dsv.kernels.selection import KVSelection
@@ -32,7 +33,7 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, kv_length: Tensor
     b, h, nq, nk = scores.shape
     device = scores.device
     _check_limits(device, nk)
-    table = table_on(rule.table(b * nq), device)
+    table = host_values.on_device(rule.table(b * nq), torch.int64, device)
     kv_indices = torch.empty(rule.capacity(b * nq), dtype=torch.int32, device=device)
     row_start = torch.empty((b, h, nq), dtype=torch.int64, device=device)
     row_count = torch.empty((b, h, nq), dtype=torch.int32, device=device)
