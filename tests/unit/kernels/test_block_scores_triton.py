@@ -20,7 +20,7 @@ def test_kernels_in_the_interpreter():
     assert " passed" in result.stdout
 
 
-def _launches(rank, kv_block, reduction, dtype, monkeypatch, *, hopper=False):
+def _launches(rank, kv_block, reduction, dtype, monkeypatch):
     from megatron_dsv.kernels.block_scores.triton import launch
 
     tokens, heads, proxies = 32768, 12, 4
@@ -31,7 +31,6 @@ def _launches(rank, kv_block, reduction, dtype, monkeypatch, *, hopper=False):
     with monkeypatch.context() as patch:
         patch.setattr(launch.Launch, "run", lambda self: launched.append(self))
         patch.setattr(launch, "_check_limits", lambda *_: None)
-        patch.setattr(launch, "_serves_hopper", lambda *_: hopper)
         launch.block_scores(q, k, length, kv_block_size=kv_block, proxies=proxies, reduction=reduction,
                             softmax_scale=0.25)
         launch.pool_queries(torch.empty(tokens, 1, heads, rank, dtype=dtype, device="meta"),
@@ -51,13 +50,3 @@ def test_kernels_compile_for_hopper_within_shared_memory(rank, kv_block, reducti
         assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT, (name, launched.tile)
         if dtype == torch.bfloat16 and name == "_block_partial_kernel":
             assert "wgmma.mma_async" in compiled.asm["ptx"], "the tensor cores of this generation are not in use"
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
-@pytest.mark.parametrize(("rank", "kv_block"), [(16, 64), (64, 256)])
-def test_the_pass_written_for_hopper_compiles(rank, kv_block, monkeypatch):
-    launches = _launches(rank, kv_block, "mass", torch.bfloat16, monkeypatch, hopper=True)
-    assert "_block_partial_kernel" not in launches
-    compiled = compile_for_hopper(launches["_block_partial_hopper_kernel"])
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT

@@ -28,16 +28,16 @@ def _code(polynomial_lanes: frozenset[int]) -> str:
     return "{ .reg .f32 t, y, p; .reg .b32 e, m; " + lanes + " }"
 
 
-MIXED_CODE = tl.constexpr(_code(frozenset({1, 4, 6})))
-MIXED_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 16))
-LOG2_CODE = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+_MIXED = tl.constexpr(_code(frozenset({1, 4, 6})))
+_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 16))
 
 
 @triton.jit
 def log2_fast(x, MIXED: tl.constexpr):
     """log2 of fp32 within 2^-21 of max(1, |log2|); ``tl.log2`` takes forty instructions."""
     if MIXED:
-        result = tl.inline_asm_elementwise(LOG2_CODE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                           pack=1)
     else:
         result = tl.log2(x)
     return result
@@ -47,8 +47,7 @@ def log2_fast(x, MIXED: tl.constexpr):
 def exp2_scaled(x, scale, MIXED: tl.constexpr):
     """2 ** (x * scale) in fp32; MIXED is for |x * scale| up to SAFE_LOG2, and not for the interpreter."""
     if MIXED:
-        power = tl.inline_asm_elementwise(MIXED_CODE, MIXED_CONSTRAINTS, [x, scale], dtype=tl.float32, is_pure=True,
-                                          pack=8)
+        power = tl.inline_asm_elementwise(_MIXED, _CONSTRAINTS, [x, scale], dtype=tl.float32, is_pure=True, pack=8)
     else:
         power = tl.exp2(x * scale)
     return power

@@ -34,11 +34,6 @@ _SCRATCH_BYTES = 128 << 20
 """Bound on the values of (proxy, block) pairs that exist at once."""
 
 
-_HOPPER_TILE = Tile(64, 64, 4, 1)
-_HOPPER_CHUNK = 256
-"""Keys that the Hopper pass copies at once; a block may not be longer."""
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Part of the rows: (batch, head) pairs from ``first_pair`` on, groups from ``first_group`` on."""
@@ -111,7 +106,6 @@ class Scorer:
         self.kv_block_size, self.proxies, self.reduction = kv_block_size, proxies, reduction
         self.softmax_scale = softmax_scale
         self.num_blocks = -(-k_lr.shape[0] // kv_block_size)
-        self.on_hopper = reduction != "max" and _serves_hopper(self.q_pooled, self.k_lr, kv_block_size)
         self.bound = torch.empty((*k_lr.shape[1:3], -(-k_lr.shape[0] // _BOUND_TOKENS)), dtype=torch.float32,
                                  device=k_lr.device)
         if reduction != "max":
@@ -138,8 +132,6 @@ class Scorer:
 
     def plan_partial(self, chunk: Chunk, partial: Tensor, total: Tensor) -> Launch:
         """The pass over keys; writes ``partial`` and ``total``."""
-        if self.on_hopper:
-            return self._plan_hopper(chunk, partial, total)
         tile, per_step = self._tile_and_step()
         rank = self.q_pooled.shape[-1]
         constants: dict[str, Any] = {
@@ -150,20 +142,8 @@ class Scorer:
         grid = (-(-partial.shape[2] // tile.block_m) * total.shape[1] * chunk.pairs, 1)
         return Launch(_block_partial_kernel, grid, self._arguments(chunk, partial, total), constants, tile)
 
-    def _plan_hopper(self, chunk: Chunk, partial: Tensor, total: Tensor) -> Launch:
-        from megatron_dsv.kernels.block_scores.triton.hopper import _block_partial_hopper_kernel
-
-        constants: dict[str, Any] = {
-            "KV_BLOCK": self.kv_block_size, "SPAN": _SPAN_TOKENS // _HOPPER_CHUNK,
-            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": self.q_pooled.shape[-1],
-            "BLOCK_M": _HOPPER_TILE.block_m, "BLOCK_N": _HOPPER_TILE.block_n, "CHUNK": _HOPPER_CHUNK,
-            "NUM_WARPS": _HOPPER_TILE.num_warps}
-        grid = (-(-partial.shape[2] // _HOPPER_TILE.block_m) * total.shape[1] * chunk.pairs, 1)
-        return Launch(_block_partial_hopper_kernel, grid, self._arguments(chunk, partial, total), constants,
-                      _HOPPER_TILE)
-
     def _arguments(self, chunk: Chunk, partial: Tensor, total: Tensor) -> dict[str, Any]:
-        """Run-time arguments of either pass over keys."""
+        """Run-time arguments of the pass over keys."""
         q, k = self.q_pooled, self.k_lr
         return {"q_ptr": q, "k_ptr": k, "bound_ptr": self.bound, "partial_ptr": partial, "total_ptr": total,
                 "kv_length_ptr": self.kv_length, **_strides(q, k), "first_pair": chunk.first_pair,
@@ -192,8 +172,6 @@ class Scorer:
 
     def _tile_and_step(self) -> tuple[Tile, int]:
         """The tile of the pass over keys, and how many blocks a step takes."""
-        if self.on_hopper:
-            return _HOPPER_TILE, 1
         tile = _partial_tile(self.q_pooled)
         return tile, max(1, tile.block_n // _power_of_two(self.kv_block_size))
 
@@ -244,14 +222,6 @@ def _partial_tile(q_pooled: Tensor) -> Tile:
         # fp32 multiplies without tensor cores: small tiles keep it within registers, and compile within seconds.
         return Tile(32, 32, 4, 1) if rank <= 64 else Tile(16, 32, 4, 1)
     return Tile(128, 64, 4, 3) if rank <= 64 else Tile(64, 64, 4, 1)
-
-
-def _serves_hopper(q_pooled: Tensor, k_lr: Tensor, kv_block_size: int) -> bool:
-    """Whether the pass written for Hopper takes these: whole steps of keys, copied in 16 bytes."""
-    return (k_lr.is_cuda and torch.cuda.get_device_capability(k_lr.device)[0] == 9
-            and kv_block_size in (64, 128, 256) and k_lr.shape[-1] in (16, 32, 64)
-            and k_lr.dtype in (torch.bfloat16, torch.float16)
-            and all(x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:-1]) for x in (q_pooled, k_lr)))
 
 
 def _even(total: int, part: int) -> int:

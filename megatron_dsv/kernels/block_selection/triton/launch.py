@@ -64,7 +64,7 @@ def plan_rows(chunk: ScoreChunk, rule: RowRule, table: Tensor, kv_length: Tensor
         "HAS_IDS": query_group_ids is not None, "Q_BLOCK": rule.q_block_size, "KV_BLOCK": rule.kv_block_size,
         "BLOCK": block}
     return Launch(_select_rows_kernel, (pairs * groups, 1), arguments, constants,
-                  Tile(1, block, max(1, min(16, block // 512)), 1))
+                  Tile(1, block, max(1, min(16, block // 1024)), 1))
 
 
 def transpose(selection: KVSelection) -> KVSelection:

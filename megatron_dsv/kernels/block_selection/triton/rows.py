@@ -72,9 +72,9 @@ def _select_rows_kernel(
         while (bit != 0) & (reached != count):
             candidate = threshold | bit
             bit >>= 1
-            number = tl.sum((order >= candidate).to(tl.int32), 0)
-            threshold = tl.where(number >= count, candidate, threshold)
-            reached = tl.where(number >= count, number, reached)
+            above_it = tl.sum((order >= candidate).to(tl.int32), 0)
+            threshold = tl.where(above_it >= count, candidate, threshold)
+            reached = tl.where(above_it >= count, above_it, reached)
         above, level = order > threshold, (order == threshold) & valid
         # Both counts in one scan: above in the low half, ties in the high half.
         seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
