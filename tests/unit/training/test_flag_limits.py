@@ -160,7 +160,7 @@ def test_evaluation_alone_needs_no_schedule(parsed):
 
 
 def test_the_configuration_knows_which_rules_sum_scores():
-    assert set(MASS_RULES) == {name for name, rule in RULES.items() if rule.uses_mass}
+    assert set(MASS_RULES) == {name for name, rule in RULES.items() if rule.by_mass}
     for rule in MASS_RULES:
         DSVConfig(dsv_selection_rule=rule, dsv_score_reduction="lse").validate()
 
