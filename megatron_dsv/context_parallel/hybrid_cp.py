@@ -24,7 +24,7 @@ from megatron_dsv.context_parallel.head_cp import HeadExchange
 from megatron_dsv.context_parallel.key_stages import KeyStages
 from megatron_dsv.context_parallel.partial_attention import Kernels, Keys
 from megatron_dsv.context_parallel.plan import GATHER, BlockPlan
-from megatron_dsv.context_parallel.scheme import Pending, Select
+from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending, Select
 from megatron_dsv.context_parallel.selective_exchange import SelectiveExchange
 from megatron_dsv.context_parallel.sequence_cp import Exchange, SequenceAttention, Shipment
 from megatron_dsv.kernels.selection import KVSelection
@@ -32,7 +32,7 @@ from megatron_dsv.kernels.selection import KVSelection
 _KEPT_PLANS = 256
 
 
-class HybridScheme:
+class HybridScheme(AttentionScheme):
     """AttentionScheme for context-parallel sizes above 1.
 
     Args:

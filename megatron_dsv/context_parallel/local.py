@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_dsv.context_parallel.scheme import Pending, Select
+from megatron_dsv.context_parallel.plan import BlockPlan
+from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending, Select
 from megatron_dsv.kernels.dense_attention.api import dense_attention
 from megatron_dsv.kernels.sparse_attention.api import sparse_attention
 
 
 @dataclass(frozen=True)
-class LocalScheme:
+class LocalScheme(AttentionScheme):
     """AttentionScheme for context-parallel size 1.
 
     Args:
@@ -32,8 +33,8 @@ class LocalScheme:
     sparse_backend: str = "auto"
     deterministic: bool = False
 
-    def begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: None = None) -> Pending:
-        """Selects key/value blocks from low-rank queries and keys (``Select`` gives the shapes)."""
+    def begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: BlockPlan | None = None) -> Pending:
+        """Selects key/value blocks from low-rank queries and keys (``Select`` gives the shapes); reads no plan."""
         return Pending(select(q_lr, k_lr, self.query_heads, range(q_lr.shape[0] // self.proxies)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pending: Pending, *, softmax_scale: float) -> Tensor:
