@@ -102,7 +102,7 @@ def pick_tile(q_pooled: Tensor) -> Tile:
     """BLOCK_M query groups x BLOCK_N keys; few for fp32, which multiplies without tensor cores, and for high ranks."""
     if q_pooled.dtype == torch.float32:
         return Tile(16, 32, 4, 1)
-    return Tile(32, 128, 8, 3) if q_pooled.shape[-1] <= 64 else Tile(16, 64, 4, 2)
+    return Tile(16, 128, 4, 3) if q_pooled.shape[-1] <= 64 else Tile(16, 64, 4, 2)
 
 
 def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:

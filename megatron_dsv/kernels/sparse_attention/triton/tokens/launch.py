@@ -141,7 +141,7 @@ def plan_sum(part: Tensor, total: Tensor, bounds: Tensor, selection: KVSelection
                  "kv_heads": heads_kv, "num_keys": sk, "first_kv_head": first_kv_head,
                  "num_tiles": bounds.shape[1] - 1}
     wide = part.element_size() == 4
-    constants = {"HEAD_DIM": d, "BLOCK_N": _SUM_TILE, "BLOCK_D": _padded(d), "ROWS": 2 if wide else 4, "LANES": 16}
+    constants = {"HEAD_DIM": d, "BLOCK_N": _SUM_TILE, "BLOCK_D": _padded(d), "ROWS": 4 if wide else 16, "LANES": 8}
     return Launch(_token_ordered_sum_kernel, (bounds.shape[1] - 1, kv_heads), arguments, constants,
                   Tile(1, _SUM_TILE, 4, 1))
 

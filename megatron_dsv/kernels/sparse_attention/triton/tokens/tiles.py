@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 
 # (pass, widest padded head dim) -> Tile, for 16-bit inputs
 _TILES = {
-    ("forward", 128): Tile(128, 64, 8, 3),
+    ("forward", 128): Tile(128, 64, 8, 2, max_registers=128),
     ("forward", 256): Tile(128, 32, 8, 2),
-    ("dq", 128): Tile(128, 64, 8, 2),
+    ("dq", 128): Tile(128, 64, 8, 3),
     ("dq", 256): Tile(64, 64, 8, 2),
-    ("dkv", 128): Tile(128, 64, 8, 2),
+    ("dkv", 128): Tile(128, 64, 8, 3),
     ("dkv", 256): Tile(64, 32, 8, 2),
 }
 
@@ -23,7 +25,7 @@ def pick_tile(pass_name: str, *, q_block_size: int, head_dim: int, itemsize: int
     width = 128 if head_dim <= 128 else 256
     tile = _FP32_TILES[width] if itemsize == 4 else _TILES[pass_name, width]
     block_m = min(tile.block_m, max(16, 1 << (q_block_size - 1).bit_length()))
-    return Tile(block_m, tile.block_n, tile.num_warps if block_m >= 64 else 4, tile.num_stages)
+    return replace(tile, block_m=block_m, num_warps=tile.num_warps if block_m >= 64 else 4)
 
 
 def fuses_dq(tile: Tile, *, q_block_size: int, head_dim: int, itemsize: int) -> bool:
