@@ -130,7 +130,7 @@ class SelectiveExchange:
 
     def _listed(self, name: str, stage: int, mask: Tensor, which: int, places: tuple[int, ...]) -> Tensor:
         if (name, stage) not in self._rows:
-            self._rows[name, stage] = true_places(mask[list(places)], sum(self._per_place(which, places)))
+            self._rows[name, stage] = true_places(_parts(mask, places), sum(self._per_place(which, places)))
         return self._rows[name, stage]
 
     def _outgoing(self, stage: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ class SelectiveExchange:
         sources = self.stages.sources(stage)
         places = self._listed("need", stage, self._need, 0, sources)
         lane = places // self.stages.place_blocks % max(1, self._lanes[0] * self._lanes[1])
-        return lane, self._position[list(sources)].reshape(-1)[places]
+        return lane, _parts(self._position, sources).reshape(-1)[places]
 
     def _pair(self, k: Tensor, v: Tensor, block: Tensor, batch: Tensor, head: Tensor, blocks: int) -> Tensor:
         """[R, t, 2, d]: blocks of k and v [blocks * t, b, n, d], one after the other."""
@@ -154,6 +154,11 @@ class SelectiveExchange:
             for number, x in enumerate((k, v)):
                 rows[:, :, number] = x.unflatten(0, (blocks, t))[block, :, batch, head]
         return rows
+
+
+def _parts(x: Tensor, places: tuple[int, ...]) -> Tensor:
+    """``x[places]`` without an index that would have to go to the device first."""
+    return torch.stack([x[place] for place in places])
 
 
 def pack_bits(mask: Tensor) -> Tensor:

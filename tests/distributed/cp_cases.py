@@ -37,6 +37,7 @@ class Problem:
     kv_block: int = 2
     padding: int = 0
     dense: bool = False
+    group: int = GROUP
     dtype: torch.dtype = torch.float64
 
     @property
@@ -60,12 +61,12 @@ class Whole:
 
         self.q, self.dout = (draw(p.tokens, p.batch, p.heads, p.head_dim) for _ in range(2))
         self.k, self.v = (draw(p.tokens, p.batch, p.units, p.head_dim) for _ in range(2))
-        self.q_lr = draw(p.tokens // GROUP * PROXIES, p.batch, p.heads, LOW_RANK)
+        self.q_lr = draw(p.tokens // p.group * PROXIES, p.batch, p.heads, LOW_RANK)
         self.k_lr = draw(p.tokens, p.batch, p.units, LOW_RANK)
         self.kv_length = torch.full((p.batch,), p.tokens - p.padding, dtype=torch.int32)
         if p.batch > 1:
             self.kv_length[1] -= p.padding // 2
-        shape = (p.batch, p.heads, p.tokens // GROUP)
+        shape = (p.batch, p.heads, p.tokens // p.group)
         keep = torch.rand((*shape, 1), generator=generator) * 0.6
         mask = torch.rand((*shape, p.tokens // p.kv_block), generator=generator) < keep
         kind = torch.rand(shape, generator=generator)
@@ -87,27 +88,30 @@ class Whole:
         out, lse = sparse.forward(one, one, one, selection, backend="reference")
         sparse.backward(one, one, one, one, out, lse, selection, backend="reference")
 
-    def _solve(self) -> tuple[Tensor, ...]:
+    def token_mask(self) -> Tensor:
+        """bool [b, h, S, S]."""
         p = self.problem
-        tokens = self.mask.repeat_interleave(GROUP, 2).repeat_interleave(p.kv_block, 3)
-        tokens = tokens & (torch.arange(p.tokens) < self.kv_length[:, None, None, None])
+        tokens = self.mask.repeat_interleave(p.group, 2).repeat_interleave(p.kv_block, 3)
+        return tokens & (torch.arange(p.tokens) < self.kv_length[:, None, None, None])
+
+    def _solve(self) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
         # A row without keys has no maximum; its weights are all zero whatever stands there.
-        out, _ = oracle(q, k, v, tokens, SCALE)
+        out, _ = oracle(q, k, v, self.token_mask(), SCALE)
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout))
 
     def select(self, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int], groups: Sequence[int]) -> KVSelection:
         """The part of the mask that was asked for; the low-rank tensors must be exactly those heads and tokens."""
         p, heads, groups = self.problem, list(head_ids), list(groups)
         rows = [group * PROXIES + proxy for group in groups for proxy in range(PROXIES)]
-        assert torch.equal(q_lr, self.q_lr[rows][:, :, heads].to(p.dtype))
+        assert torch.equal(q_lr.cpu(), self.q_lr[rows][:, :, heads].to(p.dtype))
         units = [head // p.ratio for head in heads[::p.ratio]]
-        assert torch.equal(k_lr, self.k_lr[:, :, units].to(p.dtype))
+        assert torch.equal(k_lr.cpu(), self.k_lr[:, :, units].to(p.dtype))
         lengths = self.kv_length[:, None].expand(p.batch, len(heads) // p.ratio).contiguous()
         selection = from_block_mask(
-            self.mask[:, heads][:, :, groups], lengths, num_queries=len(groups) * GROUP, num_keys=p.tokens,
-            q_block_size=GROUP, kv_block_size=p.kv_block)
-        dense = self.dense_rows[:, heads][:, :, groups]
+            self.mask[:, heads][:, :, groups].to(k_lr.device), lengths.to(k_lr.device),
+            num_queries=len(groups) * p.group, num_keys=p.tokens, q_block_size=p.group, kv_block_size=p.kv_block)
+        dense = self.dense_rows[:, heads][:, :, groups].to(k_lr.device)
         return replace(selection, row_start=torch.where(dense, DENSE_ROW, selection.row_start))
 
 
@@ -130,8 +134,8 @@ def make_plan(split: Split, problem: Problem, *, stages: int = 1, exchange: str 
 
 def run_block(scheme: HybridScheme, whole: Whole, plan: BlockPlan, *, recompute: bool = False) -> tuple[Tensor, ...]:
     """This rank's out, dq, dk and dv; with ``recompute`` attention runs once before, without a graph."""
-    p, rank = whole.problem, scheme.manager.rank
-    mine = [share(x, rank, p.ranks).to(p.dtype) for x in (whole.q, whole.k, whole.v, whole.q_lr, whole.k_lr)]
+    p, rank, device = whole.problem, scheme.manager.rank, scheme.manager.device
+    mine = [share(x, rank, p.ranks).to(device, p.dtype) for x in (whole.q, whole.k, whole.v, whole.q_lr, whole.k_lr)]
     q, k, v = (x.requires_grad_() for x in mine[:3])
     if p.dense:
         pending = Pending(None, kv_length=whole.kv_length, plan=plan)
@@ -141,7 +145,7 @@ def run_block(scheme: HybridScheme, whole: Whole, plan: BlockPlan, *, recompute:
         with torch.no_grad():
             scheme.attend(q, k, v, pending, softmax_scale=SCALE)
     out = scheme.attend(q, k, v, pending, softmax_scale=SCALE)
-    grads = torch.autograd.grad(out, (q, k, v), share(whole.dout, rank, p.ranks).to(p.dtype))
+    grads = torch.autograd.grad(out, (q, k, v), share(whole.dout, rank, p.ranks).to(device, p.dtype))
     return (out.detach(), *grads)
 
 
