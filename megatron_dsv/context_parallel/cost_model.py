@@ -90,11 +90,12 @@ class BlockCost(NamedTuple):
     """Nanoseconds of one block's attention, forward and backward, on its slowest ranks.
 
     Attributes:
-        total: of everything below but ``memory``.
-        forward, backward: selection and attention.
+        total: of everything below but ``select`` and ``memory``.
+        forward, backward: attention, in the forward with its selection.
         exposed: exchange that nothing hides, and launches.
         a2a: all-to-alls between head ranks.
         memory: bytes on the fullest rank.
+        select: the part of ``forward`` that is selection, on the rank with most of it.
     """
 
     total: int
@@ -103,6 +104,7 @@ class BlockCost(NamedTuple):
     exposed: int
     a2a: int
     memory: int
+    select: int
 
 
 class Load(NamedTuple):
@@ -273,7 +275,8 @@ def block_cost(terms: Sequence[Terms], loads: Sequence[Sequence[Load]]) -> Block
     compute_b = max(load.backward for _, load in every)
     fixed = max(t.fixed for t in terms)
     return BlockCost(forward + backward + a2a + fixed, compute_f, compute_b,
-                     forward - compute_f + backward - compute_b + fixed, a2a, max(load.memory for _, load in every))
+                     forward - compute_f + backward - compute_b + fixed, a2a, max(load.memory for _, load in every),
+                     max(load.select for _, load in every))
 
 
 def exchanges(split: Split, sparse: bool) -> tuple[str, ...]:

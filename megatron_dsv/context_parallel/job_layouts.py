@@ -1,0 +1,107 @@
+"""Ways to cut a job into tensor, pipeline, context and data parallelism, and the limits that rule a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_dsv.context_parallel.cluster import Cluster
+from megatron_dsv.context_parallel.model_shape import ModelShape
+from megatron_dsv.context_parallel.plan import Topology
+
+MAX_PADDING = 0.05
+"""Share of the tokens that padding to whole query groups on every rank may add."""
+
+
+class JobLayout(NamedTuple):
+    """Sizes whose product is the number of GPUs."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} x PP {self.pp} x CP {self.cp} x DP {self.dp}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: its sizes.
+        tokens: S of one sample.
+        global_batch: samples of a step.
+        micro_batch: samples that one pass takes.
+        q_block, kv_block: granularity of sparse attention.
+        sparse: sparse attention where it is predicted to be faster; otherwise dense everywhere.
+        predictor_stride: one query row in so many trains the predictors; 0 leaves their loss out.
+        recompute: "full", "none", or "auto" for none where it fits.
+        optimizer: whether a step ends with gradients reduced and weights updated.
+        ema: whether an average of the weights is kept.
+    """
+
+    model: ModelShape
+    tokens: int
+    global_batch: int
+    micro_batch: int = 1
+    q_block: int = 64
+    kv_block: int = 64
+    sparse: bool = True
+    predictor_stride: int = 256
+    recompute: str = "auto"
+    optimizer: bool = True
+    ema: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("global_batch", 1), ("micro_batch", 1), ("q_block", 1), ("kv_block", 1),
+                            ("predictor_stride", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name.replace('_', ' ')} must be at least {least}, got {value}")
+        if self.recompute not in ("auto", "full", "none"):
+            raise ValueError(f"recompute must be one of auto, full, none, got {self.recompute!r}")
+
+    def padded_tokens(self, layout: JobLayout) -> int:
+        """S with the padding that gives every rank whole query groups."""
+        multiple = self.q_block * layout.cp * layout.tp
+        return -(-self.tokens // multiple) * multiple
+
+    def micro_batches(self, layout: JobLayout) -> int:
+        """Passes of a step."""
+        return self.global_batch // (layout.dp * self.micro_batch)
+
+
+def topology(layout: JobLayout, cluster: Cluster) -> Topology:
+    """What a plan is made for."""
+    return Topology(layout.cp, layout.tp, layout.pp, cluster.gpus_per_node)
+
+
+def layouts(gpus: int) -> Iterator[JobLayout]:
+    """Every way to write ``gpus`` as a product of four sizes."""
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tp in sizes:
+        for pp in (size for size in sizes if gpus // tp % size == 0):
+            rest = gpus // tp // pp
+            for cp in (size for size in sizes if rest % size == 0):
+                yield JobLayout(tp, pp, cp, rest // cp)
+
+
+def limit(layout: JobLayout, job: Job, cluster: Cluster) -> str | None:
+    """The first limit but memory that a layout breaks, in words; None where there is none."""
+    model = job.model
+    if layout.tp > cluster.gpus_per_node:
+        return f"TP {layout.tp} must lie in one node of {cluster.gpus_per_node} GPUs"
+    if model.groups % layout.tp or model.heads % layout.tp:
+        return f"TP {layout.tp} must divide the {model.groups} key/value heads"
+    if model.layers % layout.pp:
+        return f"PP {layout.pp} must divide the {model.layers} layers"
+    if job.global_batch % (layout.dp * job.micro_batch):
+        return f"DP {layout.dp} x micro batch {job.micro_batch} must divide the global batch {job.global_batch}"
+    padding = job.padded_tokens(layout) - job.tokens
+    if padding > MAX_PADDING * job.tokens:
+        return (f"CP {layout.cp} x TP {layout.tp} must leave every rank whole query groups of {job.q_block}: "
+                f"{padding} of padding for {job.tokens} tokens")
+    return None
