@@ -2,8 +2,10 @@
 and cost models.
 
 A curve belongs to one backend, granularity and head dim. Between its measured points the rate, in products per
-millisecond, is linear in log2 of the work (tokens^2 x heads x head dim x density); beyond both ends it is held. Times
-are those of a backend's forward and backward with its list building; no projection, no communication.
+millisecond, is linear in log2 of the work (tokens^2 x heads x head dim x density); beyond both ends it is held. No
+sparse pass and no selection takes less than the least that was measured of its backend: what its launches take.
+Where a head dim was not measured, a curve of the nearest one is scaled as dense attention is between the two. Times
+are those of a backend's forward and backward with its list building; no communication.
 """
 
 from __future__ import annotations
@@ -33,29 +35,26 @@ def dense_ms(device: str, *, tokens: int, heads: int, head_dim: int,
              backends: Collection[str] | None = None) -> Cost:
     """Dense attention over ``tokens`` queries and keys, each pass on the fastest backend (of ``backends``, if given).
 
-    Takes the measured head dim nearest in log2. Raises ValueError for a device, or backends, that were not measured.
+    Raises ValueError for a device, or backends, that were not measured.
     """
-    rows = _measured(DENSE, device, backends)
-    nearest = min({row.head_dim for row in rows}, key=lambda d: abs(math.log2(d / head_dim)))
-    costs = dense_costs(device, tokens=tokens, heads=heads, head_dim=nearest, backends=backends)
-    return _fastest(costs.values(), head_dim / nearest)
+    _measured(DENSE, device, backends)
+    return _fastest(dense_costs(device, tokens=tokens, heads=heads, head_dim=head_dim, backends=backends))
 
 
 def sparse_ms(device: str, *, tokens: int, heads: int, head_dim: int, density: float, q_block_size: int,
               kv_block_size: int, backends: Collection[str] | None = None) -> Cost:
     """Sparse attention at ``density`` (kept keys / keys), each pass on the fastest backend (of ``backends``, if given).
 
-    Takes the measured granularity and then the head dim nearest in log2. Raises ValueError for a device, or backends,
-    that were not measured, and for a density outside [0, 1].
+    Takes the measured granularity nearest in log2. Raises ValueError for a device, or backends, that were not measured,
+    and for a density outside [0, 1].
     """
-    def distance(row: SparseRow) -> tuple[float, float]:
-        blocks = abs(math.log2(row.q_block_size / q_block_size)) + abs(math.log2(row.kv_block_size / kv_block_size))
-        return blocks, abs(math.log2(row.head_dim / head_dim))
+    def distance(row: SparseRow) -> float:
+        return abs(math.log2(row.q_block_size / q_block_size)) + abs(math.log2(row.kv_block_size / kv_block_size))
 
     near = min(_measured(SPARSE, device, backends), key=distance)
-    costs = sparse_costs(device, tokens=tokens, heads=heads, head_dim=near.head_dim, density=density,
-                         q_block_size=near.q_block_size, kv_block_size=near.kv_block_size, backends=backends)
-    return _fastest(costs.values(), head_dim / near.head_dim)
+    return _fastest(sparse_costs(
+        device, tokens=tokens, heads=heads, head_dim=head_dim, density=density, q_block_size=near.q_block_size,
+        kv_block_size=near.kv_block_size, backends=backends))
 
 
 def selection_ms(device: str, *, tokens: int, heads: int, q_block_size: int, kv_block_size: int) -> float:
@@ -70,49 +69,76 @@ def selection_ms(device: str, *, tokens: int, heads: int, q_block_size: int, kv_
 
     least = min(map(distance, rows))
     points = [(row.tokens * row.tokens * row.heads, row.ms) for row in rows if distance(row) == least]
-    return _time(points, tokens * tokens * heads)
+    return max(_time(points, tokens * tokens * heads), min(row.ms for row in rows))
 
 
 def dense_costs(device: str, *, tokens: int, heads: int, head_dim: int,
                 backends: Collection[str] | None = None) -> dict[str, Cost]:
-    """Cost of every backend measured at exactly this head dim; empty where nothing was."""
-    rows = [row for row in DENSE.get(device, ()) if row.head_dim == head_dim and _allowed(row, backends)]
-    return _costs(rows, lambda row: _work(row.tokens, row.heads, row.head_dim, 1.0),
-                  _work(tokens, heads, head_dim, 1.0))
+    """Cost of every measured backend (of ``backends``, if given); empty where nothing was measured."""
+    costs = {}
+    for backend, rows in _by_backend(DENSE.get(device, ()), backends).items():
+        nearest = _nearest_head_dim(rows, head_dim)
+        rows = [row for row in rows if row.head_dim == nearest]
+        cost = _cost(rows, lambda row: _work(row.tokens, row.heads, row.head_dim, 1.0),
+                     _work(tokens, heads, nearest, 1.0))
+        costs[backend] = Cost(*(head_dim / nearest * milliseconds for milliseconds in cost))
+    return costs
 
 
 def sparse_costs(device: str, *, tokens: int, heads: int, head_dim: int, density: float, q_block_size: int,
                  kv_block_size: int, backends: Collection[str] | None = None) -> dict[str, Cost]:
-    """Cost of every backend measured at exactly this granularity and head dim; empty where nothing was."""
+    """Cost of every backend (of ``backends``, if given) measured at exactly this granularity; empty where none was."""
     if not 0 <= density <= 1:
         raise ValueError(f"density must lie in [0, 1], got {density}")
-    wanted = (q_block_size, kv_block_size, head_dim)
-    rows = [row for row in SPARSE.get(device, ())
-            if (row.q_block_size, row.kv_block_size, row.head_dim) == wanted and _allowed(row, backends)]
-    return _costs(rows, lambda row: _work(row.tokens, row.heads, row.head_dim, row.density),
-                  _work(tokens, heads, head_dim, density))
+    costs = {}
+    for backend, measured in _by_backend(SPARSE.get(device, ()), backends).items():
+        rows = [row for row in measured if (row.q_block_size, row.kv_block_size) == (q_block_size, kv_block_size)]
+        if not rows:
+            continue
+        nearest = _nearest_head_dim(rows, head_dim)
+        rows = [row for row in rows if row.head_dim == nearest]
+        cost = _cost(rows, lambda row: _work(row.tokens, row.heads, row.head_dim, row.density),
+                     _work(tokens, heads, nearest, density))
+        if nearest != head_dim:
+            forward, backward = _dense_ratio(device, tokens, heads, head_dim, nearest)
+            cost = Cost(forward * cost.forward, backward * cost.backward)
+        costs[backend] = Cost(max(cost.forward, min(row.forward_ms for row in measured)),
+                              max(cost.backward, min(row.backward_ms for row in measured)))
+    return costs
+
+
+def _dense_ratio(device: str, tokens: int, heads: int, head_dim: int, other: int) -> tuple[float, float]:
+    """Forward and backward of dense attention at ``head_dim`` over those at another; their ratio if unmeasured."""
+    mine, others = (dense_costs(device, tokens=tokens, heads=heads, head_dim=d) for d in (head_dim, other))
+    if not mine:
+        return head_dim / other, head_dim / other
+    one, two = _fastest(mine), _fastest(others)
+    return one.forward / two.forward, one.backward / two.backward
+
+
+def _by_backend(rows: Iterable, backends: Collection[str] | None) -> dict[str, list]:
+    groups: dict[str, list] = {}
+    for row in rows:
+        if backends is None or row.backend in backends:
+            groups.setdefault(row.backend, []).append(row)
+    return groups
+
+
+def _nearest_head_dim(rows: list, head_dim: int) -> int:
+    return min({row.head_dim for row in rows}, key=lambda d: abs(math.log2(d / head_dim)))
 
 
 def _work(tokens: int, heads: int, head_dim: int, density: float) -> float:
     return tokens * tokens * heads * head_dim * density
 
 
-def _allowed(row: DenseRow | SparseRow, backends: Collection[str] | None) -> bool:
-    return backends is None or row.backend in backends
+def _cost(rows: list, work_of: Callable, work: float) -> Cost:
+    return Cost(_time([(work_of(row), row.forward_ms) for row in rows], work),
+                _time([(work_of(row), row.backward_ms) for row in rows], work))
 
 
-def _costs(rows: list, work_of: Callable, work: float) -> dict[str, Cost]:
-    costs = {}
-    for backend in dict.fromkeys(row.backend for row in rows):
-        mine = [row for row in rows if row.backend == backend]
-        costs[backend] = Cost(_time([(work_of(row), row.forward_ms) for row in mine], work),
-                              _time([(work_of(row), row.backward_ms) for row in mine], work))
-    return costs
-
-
-def _fastest(costs: Iterable[Cost], scale: float) -> Cost:
-    forward, backward = zip(*costs)
-    return Cost(min(forward) * scale, min(backward) * scale)
+def _fastest(costs: dict[str, Cost]) -> Cost:
+    return Cost(min(cost.forward for cost in costs.values()), min(cost.backward for cost in costs.values()))
 
 
 def _measured(table: dict, device: str, backends: Collection[str] | None) -> list:

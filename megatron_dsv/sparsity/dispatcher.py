@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_dsv.kernels import timings
 from megatron_dsv.kernels.library import installed
+from megatron_dsv.kernels.sparse_attention.choice import serves_head_dim
 
 DEFAULT_DENSE_ABOVE = 0.5
 """Kept share up to which a layer is sparse where its shape was not measured.
@@ -39,7 +40,7 @@ def use_sparse(keep_ratio: float, *, num_tokens: int, num_heads: int, head_dim: 
     """Decide for one layer.
 
     A given ``dense_above`` decides alone. Without it, the times of ``kernels.timings``, selection included, decide
-    where this device, head size, granularity and length were measured, else ``DEFAULT_DENSE_ABOVE``.
+    where this device, granularity and length were measured, else ``DEFAULT_DENSE_ABOVE``.
 
     Args:
         keep_ratio: kept share of the layer's blocks, mean over its heads, in (0, 1].
@@ -73,9 +74,10 @@ def _by_cost(keep_ratio: float, num_tokens: int, num_heads: int, head_dim: int, 
              device: str, sparse_backend: str, dense_backend: str) -> Decision:
     shape = {"tokens": num_tokens, "heads": num_heads, "head_dim": head_dim}
     dense = timings.dense_costs(device, **shape, backends=_usable(timings.DENSE, device, dense_backend))
+    usable = [name for name in _usable(timings.SPARSE, device, sparse_backend) if serves_head_dim(name, head_dim)]
     sparse = timings.sparse_costs(device, **shape, density=keep_ratio, q_block_size=q_block_size,
-                                  kv_block_size=kv_block_size, backends=_usable(timings.SPARSE, device, sparse_backend))
-    lengths = [row.tokens for row in timings.DENSE.get(device, ()) if row.head_dim == head_dim]
+                                  kv_block_size=kv_block_size, backends=usable)
+    lengths = [row.tokens for row in timings.DENSE.get(device, ())]
     if not dense or not sparse or device not in timings.SELECTION or num_tokens > max(lengths):
         return _by_threshold(keep_ratio, DEFAULT_DENSE_ABOVE, "the default where nothing was measured")
     if num_tokens < min(lengths):

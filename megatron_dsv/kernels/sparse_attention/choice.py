@@ -24,6 +24,11 @@ _BY_MEMORY = ("triton", "flash4", "cudnn")
 """From none to one to three fp32 copies of q in the backward."""
 
 
+def serves_head_dim(backend: str, head_dim: int) -> bool:
+    """Whether a backend takes heads of this size."""
+    return {"flash4": head_dim in flash4.HEAD_DIMS, "cudnn": head_dim == cudnn.HEAD_DIM}.get(backend, True)
+
+
 def check_limits(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, deterministic: bool) -> None:
     """Raises NotImplementedError where a library backend cannot serve the request; others check their own limits."""
     if backend in _LIBRARIES and (reason := _limit(backend, q, k, v, selection, deterministic)):
@@ -61,8 +66,7 @@ def _fastest(pass_name: str, able: tuple[str, ...], device: str, tokens: int, he
         _log_choice(pass_name, chosen, f"of the measured backends that can serve {q_block_size} x {kv_block_size} "
                                        f"blocks and head dim {head_dim} on {device} it is the fastest", why)
         return chosen
-    _log_choice(pass_name, "triton", f"no library backend was measured for {q_block_size} x {kv_block_size} blocks and "
-                                     f"head dim {head_dim} on {device}, or can serve them")
+    _log_choice(pass_name, "triton", f"nothing was measured for {q_block_size} x {kv_block_size} blocks on {device}")
     return "triton"
 
 

@@ -61,10 +61,11 @@ def test_each_pass_takes_its_fastest_backend(toy):
     assert dense_costs("toy", tokens=4096, heads=8, head_dim=64) == {"one": (4.0, 7.0), "two": (5.0, 6.0)}
     blocks = {"q_block_size": 64, "kv_block_size": 64}
     assert sparse_ms("toy", tokens=4096, heads=8, head_dim=64, density=0.25, **blocks) == (1.0, 3.0)
-    assert timings.sparse_costs("toy", tokens=4096, heads=8, head_dim=128, density=0.25, **blocks) == {}
+    assert timings.sparse_costs("toy", tokens=4096, heads=8, head_dim=64, density=0.25, q_block_size=64,
+                                kv_block_size=32) == {}
 
 
-def test_between_points_the_rate_is_interpolated_and_beyond_them_held(toy):
+def test_between_points_the_rate_is_interpolated_beyond_them_held_but_no_launch_is_free(toy):
     def forward(tokens, heads=8):
         return dense_ms("toy", tokens=tokens, heads=heads, head_dim=64, backends=("one",)).forward
 
@@ -72,12 +73,20 @@ def test_between_points_the_rate_is_interpolated_and_beyond_them_held(toy):
     assert forward(4096, heads=16) == pytest.approx(4.0 * 2 / 1.5)
     assert forward(8192, heads=80) == pytest.approx(80.0)
     assert forward(1024) == pytest.approx(0.25)
+    sparse = timings.sparse_costs("toy", tokens=1024, heads=8, head_dim=64, density=0.25, q_block_size=64,
+                                  kv_block_size=64)
+    assert sparse == {"one": (2.0, 3.0), "two": (1.0, 4.0)}
+    assert selection_ms("toy", tokens=1024, heads=8, q_block_size=64, kv_block_size=64) == 0.5
 
 
 def test_what_was_not_measured_takes_its_neighbour(toy):
     near = sparse_ms("toy", tokens=4096, heads=8, head_dim=64, density=0.25, q_block_size=256, kv_block_size=2)
     assert near == (9.0, 9.0)
     assert dense_ms("toy", tokens=4096, heads=8, head_dim=48, backends=("one",)) == (3.0, 5.25)
+    # Dense attention of "two" takes 1 and 1 ms at 128 channels; of both, the fastest takes 4 and 6 ms at 64.
+    scaled = timings.sparse_costs("toy", tokens=4096, heads=8, head_dim=128, density=1.0, q_block_size=128,
+                                  kv_block_size=1, backends=("one",))
+    assert scaled["one"] == pytest.approx((4 * 9.0 / 4.0, 4 * 9.0 / 6.0))
     assert selection_ms("toy", tokens=8192, heads=8, q_block_size=128, kv_block_size=1) == pytest.approx(2.0)
 
 

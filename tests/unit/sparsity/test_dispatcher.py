@@ -22,7 +22,7 @@ def measured(monkeypatch):
     dense = (DenseRow("sdpa", 4096, 8, 64, 4.0, 7.0), DenseRow("sdpa", 8192, 8, 64, 16.0, 28.0),
              DenseRow("flash4", 4096, 8, 64, 2.0, 3.0))
     monkeypatch.setattr(timings, "DENSE", {"toy": dense})
-    monkeypatch.setattr(timings, "SPARSE", {"toy": rows("triton", 8.0, 11.0) + rows("cudnn", 4.0, 12.0)})
+    monkeypatch.setattr(timings, "SPARSE", {"toy": rows("triton", 8.0, 11.0) + rows("flash4", 4.0, 12.0)})
     monkeypatch.setattr(timings, "SELECTION", {"toy": (SelectionRow(64, 64, 4096, 8, 0.6),)})
     monkeypatch.setattr(dispatcher, "installed", lambda backend: backend in ("sdpa", "triton"))
     dispatcher._by_cost.cache_clear()
@@ -54,11 +54,19 @@ def test_only_backends_that_will_run_count(measured, monkeypatch):
                     if use_sparse(keep / 100, device="toy", **SHAPE, **backends).sparse), default=0.0)
 
     assert break_even() == break_even(sparse_backend="triton", dense_backend="sdpa") == 0.49
-    assert break_even(sparse_backend="cudnn") == 0.58
+    assert break_even(sparse_backend="flash4") == 0.58
     monkeypatch.setattr(dispatcher, "installed", lambda backend: True)
     assert break_even(dense_backend="sdpa") == 0.62
     assert break_even() == 0.26
     assert use_sparse(0.4, device="toy", **SHAPE, sparse_backend="reference").reason.endswith("nothing was measured")
+
+
+def test_a_backend_that_does_not_take_the_head_dim_does_not_count(measured, monkeypatch):
+    monkeypatch.setattr(dispatcher, "installed", lambda backend: True)
+    monkeypatch.setattr(timings, "SPARSE", {"toy": timings.SPARSE["toy"] + (
+        SparseRow("cudnn", 64, 64, 4096, 8, 128, 1.0, 0.1, 0.1),)})
+    assert not use_sparse(1.0, device="toy", **SHAPE, sparse_backend="cudnn").sparse
+    assert use_sparse(1.0, device="toy", **(SHAPE | {"head_dim": 128}), sparse_backend="cudnn").sparse
 
 
 def test_shorter_than_measured_is_dense(measured):
@@ -67,7 +75,7 @@ def test_shorter_than_measured_is_dense(measured):
 
 
 @pytest.mark.parametrize("change", [
-    {"device": None}, {"device": "other"}, {"num_tokens": 16384}, {"head_dim": 128},
+    {"device": None}, {"device": "other"}, {"num_tokens": 16384},
     {"kv_block_size": 32}, {"q_block_size": 128}])
 def test_what_was_not_measured_falls_to_the_default_and_says_so(measured, change):
     arguments = SHAPE | {"device": "toy"} | change
