@@ -38,7 +38,7 @@ def _inputs(case, dtype=torch.bfloat16, seed=0):
 
 
 @pytest.mark.parametrize(("backend", "changes"), [
-    ("flash4", {}), ("flash4", {"s": 500, "heads_kv": 2}), ("flash4", {"d": 64}), ("flash4", {"d": 96, "heads_kv": 1}),
+    ("flash4", {}), ("flash4", {"s": 500, "heads_kv": 2}), ("flash4", {"d": 64}), ("flash4", {"d": 96}),
     ("flash4", {"d": 256}), ("flash4", {"s": 40, "sk": 90, "kv_padding": 50}), ("flash4", {"sk": 640, "kv_padding": 0}),
     ("cudnn", {}), ("cudnn", {"s": 500, "sk": 640, "kv_padding": 0}), ("cudnn", {"q_block": 64, "kv_block": 64}),
     ("cudnn", {"q_block": 64, "kv_block": 64, "sk": 90, "kv_padding": 50})], ids=str)
@@ -103,7 +103,7 @@ def test_backward_takes_merged_results(backend):
 
 
 @pytest.mark.parametrize(("heads_kv", "d", "length"), [(4, 128, None), (2, 128, 333), (4, 64, 0), (4, 96, 100),
-                                                       (1, 256, None), (4, 72, 601)])
+                                                       (4, 256, None)])
 def test_dense_flash4_stays_within_the_budget(heads_kv, d, length):
     case = replace(CASE, heads_kv=heads_kv, d=d)
     q, k, v, dout = random_qkv(case, dtype=torch.bfloat16, device="cuda")

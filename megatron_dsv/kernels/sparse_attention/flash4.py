@@ -129,4 +129,6 @@ def _below_length() -> Any:
         length = aux_tensors[0][batch[0], head[0]]
         return key < utils.scalar_to_ssa(length, cutlass.Int32)
 
+    # The library would hash the paths of the modules above; with a name, its on-disk cache serves other hosts, too.
+    below_length.__cute_hash__ = "megatron_dsv.below_length.1"
     return below_length
