@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_dsv.context_parallel.comm import SubGroup
-from megatron_dsv.context_parallel.head_cp import on_device
 from megatron_dsv.context_parallel.key_stages import KeyStages
 from megatron_dsv.context_parallel.sequence_cp import Shipment
+from megatron_dsv.kernels.host_values import on_device
 
 
 class DenseExchange:
@@ -44,7 +44,8 @@ class DenseExchange:
         order = self._order(stage)
         if order != sorted(order):
             by_chunk = rows.unflatten(0, (len(order), self.stages.block))
-            rows = by_chunk.index_select(0, on_device(_inverse(order), rows.device)).flatten(0, 1)
+            back = tuple(sorted(range(len(order)), key=order.__getitem__))
+            rows = by_chunk.index_select(0, on_device(back, torch.int64, rows.device)).flatten(0, 1)
         n = rows.shape[2] // 2
         return rows[:, :, :n], rows[:, :, n:]
 
@@ -54,7 +55,7 @@ class DenseExchange:
         rows, order = torch.cat((dk, dv), 2), self._order(stage)
         if order != sorted(order):
             by_chunk = rows.unflatten(0, (len(order), self.stages.block))
-            rows = by_chunk.index_select(0, on_device(order, rows.device)).flatten(0, 1)
+            rows = by_chunk.index_select(0, on_device(tuple(order), torch.int64, rows.device)).flatten(0, 1)
         size = len(rows) // len(sources)
         return Shipment(rows, self._sizes(sources, size), self._sizes(targets, size))
 
@@ -73,6 +74,3 @@ class DenseExchange:
     def _sizes(self, places: tuple[int, ...], tokens: int) -> list[int]:
         return [tokens if j in places else 0 for j in range(self.group.size)]
 
-
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)

@@ -11,12 +11,13 @@ Dims: s tokens of this rank, b batch, G key/value heads (units), n units of this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.context_parallel.comm import SubGroup
+from megatron_dsv.kernels.host_values import on_device
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class HeadExchange:
 
     group: SubGroup
     units: tuple[tuple[int, ...], ...]
-    _columns: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -79,18 +79,7 @@ class HeadExchange:
 
     def _columns_of(self, ratios: Sequence[int], device: torch.device) -> list[Tensor]:
         """For every member, the heads that it computes among those of all tensors, one after the other."""
-        key = (tuple(ratios), device)
-        if key not in self._columns:
-            starts = [self.total * sum(ratios[:number]) for number in range(len(ratios))]
-            self._columns[key] = [
-                on_device([start + unit * ratio + head for start, ratio in zip(starts, ratios) for unit in units
-                           for head in range(ratio)], device)
+        starts = [self.total * sum(ratios[:number]) for number in range(len(ratios))]
+        return [on_device(tuple(start + unit * ratio + head for start, ratio in zip(starts, ratios) for unit in units
+                                for head in range(ratio)), torch.int64, device)
                 for units in self.units]
-        return self._columns[key]
-
-
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 tensor of host numbers; nothing waits for the device."""
-    x = torch.tensor(numbers, dtype=torch.int64)
-    # A copy from pageable memory would wait.
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -11,13 +11,13 @@ Nq query groups of this rank, Nk key blocks of the whole sequence, Nb = Nk / P b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.context_parallel.geometry import Split
-from megatron_dsv.context_parallel.head_cp import on_device
+from megatron_dsv.kernels.host_values import on_device
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
 
 _CHUNK_ELEMENTS = 2**25
@@ -41,7 +41,6 @@ class KeyStages:
     stages: int
     chunk_blocks: int
     block: int
-    _device: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def count(self) -> int:
@@ -74,24 +73,19 @@ class KeyStages:
     def stage_of_block(self, device: torch.device) -> Tensor:
         """int64 [Nk]: the stage of every block."""
         by_chunk = {chunk: stage for stage in range(self.count + 1) for chunk in self.stage_chunks(stage)}
-        return self._cached("stage", [by_chunk[number // self.chunk_blocks] for number in range(self.num_blocks)],
-                            device)
+        chunks = on_device(tuple(by_chunk[chunk] for chunk in range(self.split.size)), torch.int64, device)
+        return chunks[:, None].expand(-1, self.chunk_blocks).reshape(self.num_blocks)
 
     def by_place(self, x: Tensor) -> Tensor:
         """[b, n, Nk] in the order of the sequence -> [P, b, n, Nb], what each place holds in its own order."""
         b, n, _ = x.shape
-        order = self._cached("chunks", [c for j in range(self.split.g_s) for c in self.split.chunks(j)], x.device)
+        order = on_device(tuple(c for j in range(self.split.g_s) for c in self.split.chunks(j)), torch.int64, x.device)
         chunks = x.view(b, n, self.split.size, self.chunk_blocks).index_select(2, order)
         return chunks.view(b, n, self.split.g_s, self.place_blocks).permute(2, 0, 1, 3)
 
     def _offsets(self, stage: int) -> range:
         others = self.split.g_s - 1
         return range(1 + others * (stage - 1) // self.count, 1 + others * stage // self.count)
-
-    def _cached(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
-        if (name, device) not in self._device:
-            self._device[name, device] = on_device(numbers, device)
-        return self._device[name, device]
 
 
 @dataclass(frozen=True)

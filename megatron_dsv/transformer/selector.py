@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, chunked_block_scores
+from megatron_dsv.kernels.host_values import on_device
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.budget import head_budgets
@@ -100,8 +102,8 @@ class Selector:
         return head_budgets(fractions, num_blocks, forced_keep_ratio=self.dsv.dsv_keep_ratio,
                             min_keep_ratio=self.dsv.dsv_min_keep_ratio)
 
-    def __call__(self, q_lr: Tensor, k_lr: Tensor, head_ids: range, query_group_ids: range, *, kv_length: Tensor,
-                 num_queries: int) -> KVSelection:
+    def __call__(self, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int], query_group_ids: Sequence[int], *,
+                 kv_length: Tensor, num_queries: int) -> KVSelection:
         """Selection from proxies q_lr [Nq * P, b, h, r] and keys k_lr [S, b, G, r]; kv_length int32 [b] on the CPU.
 
         Without a budget (nothing measured yet) every block is selected.
@@ -116,8 +118,7 @@ class Selector:
         if budgets is not None:
             budgets = [budgets[head - self.query_heads.start] for head in head_ids]
         whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
-        group_numbers = None if whole else torch.arange(query_group_ids.start, query_group_ids.stop,
-                                                        query_group_ids.step, device=k_lr.device)
+        group_numbers = None if whole else on_device(tuple(query_group_ids), torch.int64, k_lr.device)
         if (dsv.dsv_kv_block_size == 1 and dsv.dsv_selection_rule == "topk" and budgets is not None
                 and not dsv.dsv_freeze_selection):
             # Scores of single tokens are as many as dense attention's: this rule needs none of them in memory.
@@ -141,7 +142,7 @@ class Selector:
             query_group_ids=group_numbers,
             keep_own_block=dsv.dsv_keep_own_block)
 
-    def _frozen_scores(self, heads: range, batch: int, query_groups: range, num_keys: int,
+    def _frozen_scores(self, heads: Sequence[int], batch: int, query_groups: Sequence[int], num_keys: int,
                        device: torch.device) -> Tensor:
         """Scores that depend on layer, head and block numbers alone: the same selection in every layout and step."""
         blocks = -(-num_keys // self.dsv.dsv_kv_block_size)
@@ -149,5 +150,5 @@ class Selector:
         for head in heads:
             digest = hashlib.sha256(f"frozen/{self.layer_number}/{head}/{blocks}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-            rows.append(torch.rand(query_groups.stop, blocks, generator=generator)[query_groups.start:])
+            rows.append(torch.rand(max(query_groups) + 1, blocks, generator=generator)[list(query_groups)])
         return torch.stack(rows)[None].expand(batch, -1, -1, -1).to(device)

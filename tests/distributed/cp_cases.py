@@ -54,6 +54,7 @@ class Whole:
 
     def __init__(self, problem: Problem, seed: int = 0) -> None:
         self.problem = p = problem
+        self.checks_low_rank = True
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -104,9 +105,10 @@ class Whole:
         """The part of the mask that was asked for; the low-rank tensors must be exactly those heads and tokens."""
         p, heads, groups = self.problem, list(head_ids), list(groups)
         rows = [group * PROXIES + proxy for group in groups for proxy in range(PROXIES)]
-        assert torch.equal(q_lr.cpu(), self.q_lr[rows][:, :, heads].to(p.dtype))
         units = [head // p.ratio for head in heads[::p.ratio]]
-        assert torch.equal(k_lr.cpu(), self.k_lr[:, :, units].to(p.dtype))
+        if self.checks_low_rank:
+            assert torch.equal(q_lr.cpu(), self.q_lr[rows][:, :, heads].to(p.dtype))
+            assert torch.equal(k_lr.cpu(), self.k_lr[:, :, units].to(p.dtype))
         lengths = self.kv_length[:, None].expand(p.batch, len(heads) // p.ratio).contiguous()
         selection = from_block_mask(
             self.mask[:, heads][:, :, groups].to(k_lr.device), lengths.to(k_lr.device),

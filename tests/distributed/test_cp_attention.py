@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cp_cases import Problem, Whole, make_plan, run_block, worst_error
+import torch
+from cp_cases import SCALE, Problem, Whole, make_plan, run_block, worst_error
 from cp_schemes import all_splits, prepared, scheme_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_dsv.context_parallel.selective_exchange import SelectiveExchange
 from megatron_dsv.testing.ranks import run_ranks
 
 
@@ -54,3 +57,50 @@ def test_equals_one_process_in_every_combination(ranks):
     variants = [(split, stages, exchange) for split in all_splits(ranks) for stages in range(1, min(4, ranks))
                 for exchange in ("selective", "gather")]
     check(ranks, variants, 1e-12, problems(ranks), node_ranks=3 if ranks == 6 else 2)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts operations whose result's value or size the host would have to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_rank(whole: Whole) -> tuple[list[str], list[int]]:
+    """What a block reads on the host, forward and backward, beside the row counts; and how often it reads those."""
+    p, manager, counts, reads = whole.problem, prepared(4, node_ranks=2), [], HostReads()
+    scheme = scheme_of(manager, p)
+    whole.checks_low_rank = False
+    inputs = (whole.q, whole.k, whole.v, whole.q_lr, whole.k_lr, whole.dout)
+    q, k, v, q_lr, k_lr, dout = (x.chunk(4)[manager.rank] for x in inputs)
+    host_counts = SelectiveExchange._host_counts
+    for split in all_splits(4):
+        plan = make_plan(split, p, stages=3)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        read: set[int] = set()
+        SelectiveExchange._host_counts = lambda self, read=read: [host_counts(self), read.add(id(self._counts))][0]
+        with reads:
+            pending = scheme.begin(q_lr, k_lr, whole.select, plan)
+            assert not read
+            out = scheme.attend(q, k, v, pending, softmax_scale=SCALE)
+            torch.autograd.grad(out, (q, k, v), dout)
+        counts.append(len(read))
+    assert reads.seen > 500
+    return reads.names, counts
+
+
+def test_a_block_reads_its_row_counts_once_and_nothing_else():
+    for names, counts in run_ranks(reads_of_rank, 4, Whole(Problem(4, units=4, padding=3))):
+        assert names == []
+        # Where no key is exchanged nothing is read at all.
+        assert counts == [1 if split.g_s > 1 else 0 for split in all_splits(4)]
