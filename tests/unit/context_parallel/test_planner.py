@@ -33,6 +33,7 @@ from megatron_dsv.context_parallel.planner import (
     replan,
 )
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
+from megatron_dsv.testing.assignment_oracle import least_time
 
 CLUSTER = cluster.load("h200")
 # Lines of their own, so that newly measured kernels move no test.
@@ -53,49 +54,10 @@ def stats(units, seed, sigma=0.9, mean=0.08, group=1, tokens=131072, pattern="cl
 
 
 def exact(terms, g_h):
-    """Proven optimum of forward + backward + all-to-all by branch and bound on an integer programme."""
-    np = pytest.importorskip("numpy")
-    optimize = pytest.importorskip("scipy.optimize")
-    units = len(terms.forward)
-    scale = max(1, (sum(terms.forward) + sum(terms.backward)) // units)
-    size = units * g_h + 3
-
-    def column(unit, place):
-        return unit * g_h + place
-
-    rows, low, high = [], [], []
-
-    def constrain(entries, at_least=-np.inf, at_most=np.inf):
-        row = np.zeros(size)
-        for index, value in entries:
-            row[index] += value
-        rows.append(row)
-        low.append(at_least)
-        high.append(at_most)
-
-    for unit in range(units):
-        constrain([(column(unit, place), 1) for place in range(g_h)], 1, 1)
-    h = terms.hidden / 1000
-    for place in range(g_h):
-        here = [column(unit, place) for unit in range(units)]
-        select, forward, backward, kv, kv_back = (
-            [value / scale for value in values]
-            for values in (terms.select, terms.forward, terms.backward, terms.kv, terms.kv_back))
-        for time_of, attention, exchange, extra in ((-3, forward, kv, select), (-2, backward, kv_back, [0] * units)):
-            constrain([(time_of, 1), *((c, -a - x) for c, a, x in zip(here, attention, extra))], 0)
-            constrain([(time_of, 1), *((c, -(a * (1 - h) + e + x)) for c, a, e, x in
-                                       zip(here, attention, exchange, extra))], 0)
-        constrain([(-1, 1), *((c, -terms.a2a * terms.peers / scale) for c in here)], 0)
-        constrain([(-1, 1), *((c, terms.a2a / scale) for c in here)], terms.a2a * units / scale if g_h > 1 else 0)
-    # Places are alike: unit u goes to one of the first u + 1.
-    upper = np.full(size, np.inf)
-    upper[:-3] = [float(place <= unit) for unit in range(units) for place in range(g_h)]
-    result = optimize.milp(np.array([0.0] * (size - 3) + [1, 1, 1]), integrality=[1] * (size - 3) + [0] * 3,
-                           constraints=optimize.LinearConstraint(np.array(rows), low, high),
-                           bounds=optimize.Bounds(0, upper), options={"mip_rel_gap": 2e-3, "time_limit": 240})
-    assert result.status == 0, result.message
-    # Proven: nothing is below the dual bound.
-    return result.mip_dual_bound * scale
+    pytest.importorskip("scipy")
+    optimum = least_time(terms, g_h)
+    assert optimum.proven
+    return optimum.bound
 
 
 def terms_of(units, split, seed, **more):
@@ -117,8 +79,7 @@ def test_assignments_are_within_two_percent_of_the_proven_optimum(units, split, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("g_h", [2, 4])
+@pytest.mark.parametrize(("g_h", "seed"), [(2, 0), (2, 1), (2, 2), (4, 3), (4, 4)])
 def test_sixteen_heads_are_within_two_percent_of_the_proven_optimum(g_h, seed):
     terms = terms_of(16, Split(g_h, 2), seed + 10)
     assert assign(terms, g_h).time <= exact(terms, g_h) * 1.02
