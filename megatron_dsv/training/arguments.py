@@ -156,6 +156,7 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
             add_dataclass_arguments(parser, cls)
         add_opposites(parser)
         _name_enum_choices(parser)
+        _escape_help(parser)
         defaults(parser)
         expansion = expand(argv, parser)
         on_expansion(expansion)
@@ -226,6 +227,15 @@ def _name_enum_choices(parser: argparse.ArgumentParser) -> None:
         choices = list(action.choices or ())
         if choices and all(isinstance(choice, enum.Enum) for choice in choices) and callable(action.type):
             action.type = _enum_reader(action.type, [choice.name for choice in choices])
+
+
+def _escape_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron has help texts with a bare percent sign, at which argparse's formatting ends the whole ``--help``."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % (vars(action) | {"prog": parser.prog})
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def _enum_reader(read: Callable[[str], Any], names: list[str]) -> Callable[[str], Any]:

@@ -1,7 +1,8 @@
-"""The folders that a launch loads from, looked at on every host before anything is built.
+"""The folders that a launch loads from and saves to, looked at on every host before anything is built.
 
 A folder to load from must hold a checkpoint, or the run would start from scratch unasked. The exception is a job that
-resumes itself: `--load` is its own `--save`, where its first launch finds nothing.
+resumes itself: `--load` is its own `--save`, where its first launch finds nothing. A folder to save to must hold no
+other run's checkpoint, which would be lost.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError, which concerns this host, for a folder that holds no checkpoint.
+    """Raises ValueError, which concerns this host, for a folder to load with no checkpoint, or one to save to with one.
 
     Prints a line on rank 0 if a run that resumes itself finds nothing yet.
     """
+    resumes_itself = None not in (args.save, args.load) and Path(args.save).resolve() == Path(args.load).resolve()
+    if args.save is not None and not resumes_itself and holds_checkpoint(Path(args.save)):
+        newest = (Path(args.save) / TRACKER).read_text(errors="replace").strip()
+        other = f"--load is {args.load}" if args.load else "--load is not given"
+        raise ValueError(f"--save {args.save} holds iteration {newest} and {other}, so a second run would begin inside "
+                         f"it; add --load {args.save} to go on from there, or give another folder")
     if args.pretrained_checkpoint is not None and not holds_checkpoint(Path(args.pretrained_checkpoint)):
         raise ValueError(f"--pretrained-checkpoint {_why_nothing_to_load(Path(args.pretrained_checkpoint))}")
     if args.load is None or holds_checkpoint(Path(args.load)) or args.ckpt_step is not None:
         if args.load is not None and not Path(args.load).is_dir():
             raise ValueError(f"--load {_why_nothing_to_load(Path(args.load))}")
         return
-    resumes_itself = args.save is not None and Path(args.save).resolve() == Path(args.load).resolve()
     if not resumes_itself and args.pretrained_checkpoint is None:
         raise ValueError(f"--load {_why_nothing_to_load(Path(args.load))}, or leave it out to start from scratch")
     complete = sorted(Path(args.load).glob("iter_[0-9]*/metadata.json"))

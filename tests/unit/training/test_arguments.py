@@ -25,6 +25,15 @@ def test_defaults_are_those_of_a_video_model():
     assert args.layernorm_epsilon == 1e-6
 
 
+def test_help_lists_our_flags_and_megatrons(capsys):
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse_or_raise([*BASE, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--dsv-sparse-stage", "--num-layers", "--moe-paged-stash-buffer-size-factor-cuda", "--config"):
+        assert flag in text, flag
+
+
 def test_a_switch_that_the_project_turns_on_can_be_turned_off():
     assert not dry("--no-dist-ckpt-optim-fully-reshardable").dist_ckpt_optim_fully_reshardable
 

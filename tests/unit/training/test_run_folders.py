@@ -82,3 +82,15 @@ def test_a_complete_iteration_is_not_overwritten(run):
     (run / run_folders.TRACKER).unlink()
     with pytest.raises(ValueError, match=r"holds iter_0000020 but no latest.*; use --ckpt-step 20, or move"):
         run_folders.check(_args(load=str(run), save=str(run)))
+
+
+def test_a_second_run_does_not_begin_inside_another(run, tmp_path):
+    save = str(run)
+    for changes, words in (({}, "is not given"), ({"pretrained_checkpoint": save}, "is not given"),
+                           ({"load": str(tmp_path / "other")}, "is .*/other")):
+        message = f"--save .*/run holds iteration 20 and --load {words}, .*; add --load {save} to go on"
+        with pytest.raises(ValueError, match=message):
+            run_folders.check(_args(save=save, **changes))
+    run_folders.check(_args(save=save, load=save))
+    run_folders.check(_args(save=save, load=save, ckpt_step=20))
+    run_folders.check(_args(save=str(tmp_path / "new"), load=save))
