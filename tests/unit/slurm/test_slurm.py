@@ -50,6 +50,40 @@ def test_flags_and_sites_reach_the_command(tmp_path):
     assert command[-4:] == ["--config", "experiments/dsv-30b", "--lr", "2e-4"]
 
 
+def refused(*flags, **environment):
+    done = subprocess.run([str(SLURM / "pretrain.sbatch"), *flags], capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"], "HOME": "/home/user", **environment})
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+def test_a_launch_without_a_model_is_refused():
+    for flags in ((), ("--lr", "1e-4"), ("--config-dir", "x")):
+        message = refused(*flags, DRY_RUN="1")
+        assert "a model is required: add --config" in message
+        assert message.count("\n") == 1
+    assert dry_run("--config=experiments/dsv-30b")[-1] == "--config=experiments/dsv-30b"
+
+
+def test_without_slurm_nothing_is_created(tmp_path):
+    site = tmp_path / "site.sh"
+    site.write_text(f"DSV_VENV=/opt/dsv DSV_DATA=/data DSV_RUNS={tmp_path / 'runs'}\n")
+    assert "it runs under Slurm: use sbatch" in refused("--config", "experiments/dsv-30b", DSV_ENV=str(site))
+    assert list(tmp_path.iterdir()) == [site]
+
+
+def test_the_dry_run_checks_the_flags(tmp_path):
+    command = tmp_path / "bin" / "dsv"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m megatron_dsv.cli.main \"$@\"\n")
+    command.chmod(0o755)
+    site = tmp_path / "site.sh"
+    site.write_text(f"DSV_VENV={tmp_path} DSV_DATA=/data DSV_RUNS={tmp_path / 'runs'}\n")
+    message = refused("--config", "experiments/dsv-30b", "--tensor-model-parallel-size", "7", DRY_RUN="1",
+                      DSV_ENV=str(site), PYTHONPATH=str(SLURM.parents[1]))
+    assert message.splitlines()[-1].startswith("dsv configs-check: error: --tensor-model-parallel-size must")
+
+
 WORKER = """
 import signal, subprocess, sys, time
 if sys.argv[1] == "agent":
