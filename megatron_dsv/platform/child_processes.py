@@ -1,4 +1,6 @@
-"""Helper processes of a rank end with it, also when it is killed: no orphan holds its sockets or its log open.
+"""Ranks end with their launcher, and helper processes of a rank with it, also when the parent is killed.
+
+No orphan trains on, or holds sockets or a log open.
 
 A spawned helper imports this file, so it stays light.
 """
@@ -10,6 +12,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -30,6 +33,20 @@ def end_with_parent() -> None:
     if os.getppid() != parent.pid:  # it ended before the kernel was told
         os._exit(1)
     _release_sockets()
+
+
+def end_with_launcher() -> None:
+    """To be called first in a rank: one that torchrun started is killed when torchrun ends, however that ends.
+
+    torchrun puts every rank into a session of its own, so that nothing else would tell it. Its workers are started by
+    its main thread, which Linux watches here. A rank without torchrun is left alone.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it ended before the kernel was told
+        os._exit(1)
 
 
 def _release_sockets() -> None:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from megatron_dsv.platform import compat, cpu
+from megatron_dsv.platform import child_processes, compat, cpu
 
 
 def main(argv: list[str]) -> None:
@@ -17,6 +17,7 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the command line without the program's name.
     """
+    child_processes.end_with_launcher()
     from megatron_dsv.training import arguments
 
     try:

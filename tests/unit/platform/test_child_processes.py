@@ -3,8 +3,11 @@
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -117,3 +120,25 @@ def test_a_process_that_nobody_started_is_left_alone():
         before = _sockets(os.getpid())
         child_processes.end_with_parent()
         assert os.readlink(f"/proc/self/fd/{listener.fileno()}") in before & _sockets(os.getpid())
+
+
+RANK = "import signal; from megatron_dsv.platform.child_processes import end_with_launcher as end; end(); " \
+       "import os; print(os.getpid(), flush=True); signal.pause()"
+LAUNCHER = "import subprocess as s, sys; s.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True).wait()"
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_ends_with_a_launcher_that_is_killed(by_torchrun):
+    """A rank in a session of its own, as torchrun starts it; without torchrun's mark it outlives its parent."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, text=True,
+                                env=environment | ({"TORCHELASTIC_RUN_ID": "x"} if by_torchrun else {}))
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    # The rank holds the other end of the pipe until it ends.
+    ended, _, _ = select.select([launcher.stdout], [], [], 20 if by_torchrun else 1)
+    if not by_torchrun:
+        os.kill(rank, signal.SIGKILL)
+    launcher.stdout.close()
+    assert bool(ended) is by_torchrun
