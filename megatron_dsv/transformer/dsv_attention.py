@@ -36,7 +36,8 @@ class DSVCoreAttention(MegatronModule):
         super().__init__(config=config)
         if config.attention_dropout:
             raise NotImplementedError(
-                f"--attention-dropout must be 0, got {config.attention_dropout}; the attention kernels have no dropout")
+                f"--attention-dropout must be 0, got {config.attention_dropout}; the attention kernels have no "
+                "dropout; in Python pass TransformerConfig(attention_dropout=0.0), whose own default is not 0")
         head_dim = config.kv_channels
         self.layer_number = layer_number
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale

@@ -1,5 +1,11 @@
 """DSV's attention inside a plain megatron.core TransformerBlock that this project did not write."""
 
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +13,8 @@ from megatron_dsv.config import DSVConfig
 from megatron_dsv.testing.model_parallel import initialize, transformer_config
 from megatron_dsv.testing.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "plugin.py"
 DSV = {"dsv_q_block_size": 16, "dsv_kv_block_size": 8, "dsv_predictor_rank": 4, "dsv_dense_above": 1.0}
 
 
@@ -149,3 +157,30 @@ def _masks_are_refused():
 
 def test_masks_are_refused():
     run_ranks(_masks_are_refused, 1)
+
+
+def _dropout_is_refused():
+    groups = initialize()
+    with pytest.raises(NotImplementedError, match=r"--attention-dropout must be 0, got 0.1;.*attention_dropout=0\.0\)"):
+        _block(groups, DSVConfig(**DSV), attention_dropout=0.1)
+
+
+def test_dropout_is_refused():
+    run_ranks(_dropout_is_refused, 1)
+
+
+def _example():
+    torch.distributed.destroy_process_group()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = runpy.run_path(str(EXAMPLE))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", printed.getvalue())]
+    assert len(losses) == 6
+    assert losses == sorted(losses, reverse=True)
+    assert names["controller"].profiled_at == 4
+    assert all(0 < report.recall <= 1 for report in names["controller"].layer_reports)
+
+
+def test_the_example_of_the_readme_runs():
+    assert str(EXAMPLE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+    run_ranks(_example, 1)
