@@ -156,12 +156,13 @@ class CostModel:
             else self.kernels.dense(rows, shape.tokens, heads, shape.head_dim)
         # The rate is that of a mean rank; a unit's share of it is its share of the kept pairs.
         share = split.g_h / sum(density)
-        select = self._select(shape, topo, split, rows, heads) if sparse else 0.0
+        select = self._select(shape, topo, split, rows, heads, masks=exchange == SELECTIVE) if sparse else 0.0
         covered = [stats.unit_coverage(unit, split.g_s) if exchange == SELECTIVE else 1.0 for unit in units]
         payload = 2 * shape.head_dim * BYTES * shape.batch * (split.g_s - 1) * rows
         link_ns = self._ns_per_byte(topo, split, of_heads=False)
-        pack = 2 / PACK_GBPS if exchange == SELECTIVE else 0.0
-        add = 1 / ADD_ROWS_GBPS if exchange == SELECTIVE else 3 / self.cluster.hbm_gbps
+        # A sparse block's rows are packed and added back one by one, even if all of them travel.
+        pack = 2 / PACK_GBPS if sparse else 0.0
+        add = 1 / ADD_ROWS_GBPS if sparse else 3 / self.cluster.hbm_gbps
         a2a_bytes = shape.tokens // topo.cp * shape.batch * BYTES * (4 * shape.group + 4) * shape.head_dim
         low_rank = shape.tokens // topo.cp * shape.batch * BYTES * shape.predictor_rank * (
             1 + shape.group * shape.proxies / shape.q_block) if sparse else 0.0
@@ -193,11 +194,12 @@ class CostModel:
         allowed = max(1, self.memory_bytes // 8 // per_peer)
         return min(split.g_s - 1, -(-(split.g_s - 1) // allowed))
 
-    def _select(self, shape: AttentionShape, topo: Topology, split: Split, rows: int, heads: float) -> float:
+    def _select(self, shape: AttentionShape, topo: Topology, split: Split, rows: int, heads: float, *,
+                masks: bool) -> float:
         """Nanoseconds of one unit's selection, its low-rank keys and its masks."""
         compute = self.kernels.select(rows, shape.tokens, heads) * split.g_h / shape.units
         missing = shape.batch * (shape.tokens - rows)
-        received = missing * (shape.predictor_rank * BYTES + 1 / (8 * shape.kv_block))
+        received = missing * (shape.predictor_rank * BYTES + (1 / (8 * shape.kv_block) if masks else 0.0))
         return compute + received * self._ns_per_byte(topo, split, of_heads=False)
 
     def _hidden(self, split: Split, exchange: str, stages: int) -> int:
@@ -207,7 +209,7 @@ class CostModel:
 
     def _fixed(self, topo: Topology, split: Split, sparse: bool, exchange: str, stages: int) -> int:
         calls_h = (5 if sparse else 4) if split.g_h > 1 else 0
-        calls_s = (2 if sparse else 0) + 3 * stages if exchange != NONE else 0
+        calls_s = (sparse + (exchange == SELECTIVE)) + 3 * stages if exchange != NONE else 0
         latency = calls_h * self._latency_us(topo, split, True) + calls_s * self._latency_us(topo, split, False)
         return 2 * LAUNCH_NS + round(1000 * latency)
 

@@ -61,11 +61,16 @@ def assign(terms: Terms, g_h: int, *, effort: int = THOROUGH) -> Assignment:
         bound = lower_bound(terms, g_h)
         best = _improve(terms, each, [list(load) for load in best], bound)
         # Single moves and swaps do well where places hold many units.
-        if effort >= THOROUGH and 2 * even <= MAX_UNITS:
+        if effort >= THOROUGH and searches_pairs(units, g_h):
             pairs = PairSearch(terms, each, bound)
             _, _, best = min(pairs.run(start) for start in ([best] if g_h > FEW_PLACES else [best, *starts]))
     overflow, time = _score(terms, [_held(each, load) for load in best])
     return Assignment(tuple(tuple(sorted(load)) for load in best), time, overflow)
+
+
+def searches_pairs(units: int, g_h: int) -> bool:
+    """Whether THOROUGH does more than SEARCH: two places hold few enough units."""
+    return g_h > 1 and 2 * -(-units // g_h) <= MAX_UNITS
 
 
 def lower_bound(terms: Terms, g_h: int) -> int:
@@ -169,7 +174,7 @@ def _exchanges_of(loads: Sequence[Sequence[int]], parts: Sequence[tuple[int, int
     places = range(len(loads))
     for a in (place for place in places if any(x == top for x, top in zip(parts[place], worst))):
         slack = [parts[a][0] + parts[a][1] - parts[b][0] - parts[b][1] for b in places]
-        others = [b for b in places if b != a]
+        others = sorted((b for b in places if b != a), key=lambda b: -slack[b])
         counts = parts[a][2] == worst[2] or parts[a][3] == worst[3]
         for b in others:
             yield from ((a, b, unit, None) for unit in loads[a] if counts or weight[unit] < slack[b])

@@ -24,7 +24,7 @@ from megatron_dsv.context_parallel.cost_model import (
     sums,
 )
 from megatron_dsv.context_parallel.geometry import Split, splits
-from megatron_dsv.context_parallel.head_assignment import GREEDY, SEARCH, THOROUGH, assign, lower_bound
+from megatron_dsv.context_parallel.head_assignment import GREEDY, SEARCH, THOROUGH, assign, lower_bound, searches_pairs
 from megatron_dsv.context_parallel.plan import BlockPlan, CPPlan, Topology
 from megatron_dsv.context_parallel.statistics import BlockStats, digest
 
@@ -106,7 +106,8 @@ def candidates(problem: Problem, layer: int, stats: BlockStats, sparse: bool, *,
             keep(way.solve(SEARCH))
     if found:
         winner = min(found.values(), key=_order).plan
-        keep(next(way for way in ways if way.makes(winner)).solve(THOROUGH))
+        if searches_pairs(winner.units, winner.g_h):
+            keep(next(way for way in ways if way.makes(winner)).solve(THOROUGH))
     if not found:
         raise ValueError(f"block {layer}: attention takes {min(too_large)} bytes on the fullest rank at least, of "
                          f"{problem.model.memory_bytes} that are left for it; take more context-parallel ranks")

@@ -185,9 +185,13 @@ class Simulator:
                 self._plans[key] = []
         return self._plans[key] or None
 
+    def problem(self, layout: JobLayout, memory: int) -> Problem:
+        """What the planner solves for a layout, with ``memory`` bytes for a block's attention."""
+        return Problem(CostModel(self.cluster, self.kernels, memory), self._shape(layout),
+                       topology(layout, self.cluster), allowed=self.allowed)
+
     def _plan(self, layout: JobLayout, memory: int) -> list[Candidate]:
-        problem = Problem(CostModel(self.cluster, self.kernels, memory), self._shape(layout),
-                          topology(layout, self.cluster), allowed=self.allowed)
+        problem = self.problem(layout, memory)
         stats = self.stats(problem.shape.tokens)
         dense = plan_blocks(problem, [BlockStats((1.0,) * self.job.model.heads)] * len(stats), [False] * len(stats))
         if not self.job.sparse:
