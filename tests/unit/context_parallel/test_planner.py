@@ -78,7 +78,6 @@ def test_assignments_are_within_two_percent_of_the_proven_optimum(units, split, 
     assert found.time <= optimum * 1.02
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("g_h", "seed"), [(2, 0), (2, 1), (2, 2), (4, 3), (4, 4)])
 def test_sixteen_heads_are_within_two_percent_of_the_proven_optimum(g_h, seed):
     terms = terms_of(16, Split(g_h, 2), seed + 10)
