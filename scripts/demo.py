@@ -23,6 +23,7 @@ CAPTIONS = ("a rabbit in a meadow", "cyclists on a road", "a man talking in a ca
 GATE_STEPS = 120
 RESUMED_STEPS = 150
 ARM_STEPS = 180
+PROFILE = re.compile(r"profile at step (\d+):((?:\n   layer .*)+)")
 LAYER = re.compile(r"layer\s+(\d+)\s+(sparse|dense)\s+sparsity ([\d.na]+)\s+keep ([\d.na]+)\s+recall ([\d.na]+)")
 VALIDATION = re.compile(r"validation loss at .*?\| loss value: ([\d.E+-]+)")
 
@@ -42,7 +43,8 @@ def main() -> int:
 
     common = ["--config", "experiments/demo", "--latent-data", str(data)]
     saved = ["--save", str(run), "--load", str(run), "--tensorboard-dir", str(run / "tensorboard")]
-    train(folder, "train-dp2", 2, [*common, *saved, "--train-iters", str(GATE_STEPS)])
+    print(f"  (to watch: tail -f {folder / 'train-dp2.log'})", flush=True)
+    first = train(folder, "train-dp2", 2, [*common, *saved, "--train-iters", str(GATE_STEPS)])
     resumed = train(folder, "resume-tp2", 2, [
         *common, *saved, "--train-iters", str(RESUMED_STEPS), "--tensor-model-parallel-size", "2"])
     layers = layer_table(resumed)
@@ -59,7 +61,8 @@ def main() -> int:
     step(folder, "sample", [
         "dsv", "sample", str(folder / "arm-auto"), "--prompt", CAPTIONS[1], "--output", str(folder / "sample.mp4"),
         "--steps", "12", "--guidance", "2", "--attention", "sparse", "--fps", "8"])
-    report(folder, run, layer_table(losses["auto"]) or layers, losses, time.monotonic() - started)
+    report(folder, run, layer_table(losses["auto"]) or layers, sparse_since(first + resumed + losses["auto"]), losses,
+           time.monotonic() - started)
     return 0
 
 
@@ -114,15 +117,30 @@ def layer_table(output: str) -> list[tuple[str, ...]]:
     return [last[number] for number in sorted(last, key=int)]
 
 
-def report(folder: Path, run: Path, layers: list[tuple[str, ...]], losses: dict[str, str], seconds: float) -> None:
+def sparse_since(output: str) -> dict[str, str]:
+    """The step of the profile since which a layer is sparse, for the layers that are at the end of a log."""
+    since: dict[str, str] = {}
+    for step_number, rows in PROFILE.findall(output):
+        for number, state, *_ in LAYER.findall(rows):
+            if state == "sparse":
+                since.setdefault(number, step_number)
+            else:
+                since.pop(number, None)
+    return since
+
+
+def report(folder: Path, run: Path, layers: list[tuple[str, ...]], since: dict[str, str], losses: dict[str, str],
+           seconds: float) -> None:
     print(f"\nTwo arms from one checkpoint, {ARM_STEPS - RESUMED_STEPS} steps on the same samples; validation loss on "
           "the same held-out samples and noise:")
     for stage, output in losses.items():
         name = {"dense": "dense", "auto": "sparse"}[stage]
         print(f"  {name:7s} {float(VALIDATION.findall(output)[-1]):.6f}")
-    print("\n  layer  state   sparsity  keep   recall      (a model this small needs many of its keys)")
+    print("\n  layer  state   since step  sparsity  keep   recall")
     for number, state, sparsity, keep, recall in layers:
-        print(f"  {number:>5s}  {state:6s}  {sparsity:>8s}  {keep:>5s}  {recall:>6s}")
+        print(f"  {number:>5s}  {state:6s}  {since.get(number, '-'):>10s}  {sparsity:>8s}  {keep:>5s}  {recall:>6s}")
+    print("  sparsity: share of keys that a single query can do without; keep: share of key blocks kept for a whole "
+          "query group,\n  which needs more, and a model this small many; recall: attention mass in what is kept")
     print(f"\n  log         {folder / 'train-dp2.log'}\n  tensorboard {run / 'tensorboard'}\n  checkpoint  {run}\n"
           f"  sample      {folder / 'sample.mp4'}\n  took        {seconds:.0f} s")
 
