@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_dsv.data.clip_plan import PixelBucket
@@ -151,20 +151,21 @@ def _device(text: str) -> str:
 
 
 class _ProgressBar:
-    """A tqdm bar over videos that shows the samples so far."""
+    """A tqdm bar over videos that shows the samples so far, from the first news on: a mistake shows none."""
 
     def __enter__(self) -> _ProgressBar:
-        from tqdm import tqdm
-
-        self._bar = tqdm(unit="video", desc="dsv prepare")
+        self._bar: Any = None
         return self
 
     def show(self, done: int, total: int, samples: int) -> None:
-        if self._bar.total != total:
+        if self._bar is None:
+            from tqdm import tqdm
+
             # Videos of an earlier run are not counted into the rate.
-            self._bar.total, self._bar.initial = total, done
+            self._bar = tqdm(unit="video", desc="dsv prepare", total=total, initial=done)
         self._bar.n = done
         self._bar.set_postfix(samples=samples)
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dsv.cli.output_file import check_output_file
@@ -54,12 +57,25 @@ def run(args: argparse.Namespace) -> int:
         check(args)
         from megatron_dsv.training.sampling import sample_video
 
-        sample_video(args)
+        with _quiet_kernels():
+            sample_video(args)
     except (ValueError, NotImplementedError) as error:
         print(f"dsv sample: error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.output}")
     return 0
+
+
+@contextlib.contextmanager
+def _quiet_kernels() -> Iterator[None]:
+    """Which backend `auto` takes is news for a training log; here it would bury the one line of the result."""
+    logger = logging.getLogger("megatron_dsv.kernels")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -73,12 +73,14 @@ class TrainingRun:
             ValueError: the data set's channels or text width are not the model's, too many validation samples, or
                 query groups far longer than the videos.
         """
-        for flag, wanted, got in (
-                ("--dit-latent-channels", self.dit.dit_latent_channels, sorted({s[0] for s in self.latents.buckets})),
-                ("--dit-text-dim", self.dit.dit_text_dim, [self.latents.text_dim])):
+        for flag, by, wanted, got in (
+                ("--dit-latent-channels", "codec", self.dit.dit_latent_channels,
+                 sorted({shape[0] for shape in self.latents.buckets})),
+                ("--dit-text-dim", "text encoder", self.dit.dit_text_dim, [self.latents.text_dim])):
             if got != [wanted]:
-                raise ValueError(f"{flag} must be the data set's {' or '.join(map(str, got))}, got {wanted}; set it "
-                                 f"so, or prepare {self.latents.root} anew")
+                raise ValueError(f"{flag} must be the data set's {' or '.join(map(str, got))}, got {wanted}; prepare "
+                                 f"{self.latents.root} anew with a {by} of {wanted}, or set the flag, which makes it "
+                                 "another model")
         if self.args.latent_valid_samples >= len(self.latents):
             raise ValueError(f"--latent-valid-samples must be below the {len(self.latents)} samples of --latent-data, "
                              f"got {self.args.latent_valid_samples}")

@@ -57,4 +57,7 @@ def check_frame_size(codec: VideoCodec, height: int, width: int, multiple: int) 
     """Raises ValueError unless height and width are positive multiples of ``multiple`` pixels."""
     for flag, size in (("--height", height), ("--width", width)):
         if size < multiple or size % multiple:
-            raise ValueError(f"{flag} must be a positive multiple of {multiple} for codec {codec.name}, got {size}")
+            below = max(size // multiple, 1) * multiple
+            nearest = f"{below} or {below + multiple}" if below < size else str(below)
+            raise ValueError(f"{flag} must be a positive multiple of {multiple} for codec {codec.name}, got {size}; "
+                             f"the nearest is {nearest}")

@@ -127,8 +127,11 @@ def test_valid_frames(frames: int, valid: int) -> None:
     (lambda: HaarCodec(0), r"--codec-channels must be in 1\.\.768 for codec haar, got 0"),
     (lambda: HaarCodec().encode(torch.zeros(3, 4, 8, 8)), r"--frames must be 4k\+1 for codec haar, got 4; the nearest "
                                                           r"smaller one is 1"),
-    (lambda: HaarCodec().latent_shape(5, 12, 8), "--height must be a positive multiple of 8 for codec haar, got 12"),
-    (lambda: HaarCodec().latent_shape(5, 8, 9), "--width must be a positive multiple of 8 for codec haar, got 9"),
+    (lambda: HaarCodec().latent_shape(5, 12, 8), "--height must be a positive multiple of 8 for codec haar, got 12; "
+     "the nearest is 8 or 16$"),
+    (lambda: HaarCodec().latent_shape(5, 8, 9), "--width must be a positive multiple of 8 for codec haar, got 9; "
+     "the nearest is 8 or 16$"),
+    (lambda: HaarCodec().latent_shape(5, 8, 3), "--width must be .*, got 3; the nearest is 8$"),
     (lambda: HaarCodec().encode(torch.zeros(1, 5, 8, 8)), r"video must be \[3, T, H, W\], got \[1, 5, 8, 8\]"),
     (lambda: HaarCodec().decode(torch.zeros(3, 1, 1, 1)), r"latents must be \[16, t, h, w\], got \[3, 1, 1, 1\]"),
     (lambda: build_codec("jpeg"), "--codec must be one of haar, diffusers, got jpeg"),

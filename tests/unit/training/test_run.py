@@ -52,8 +52,10 @@ def test_missing_files_concern_the_host_and_its_first_rank_looks(data, monkeypat
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--dit-text-dim", "32"], "--dit-text-dim must be the data set's 64, got 32"),
-    (["--dit-latent-channels", "4"], "--dit-latent-channels must be the data set's 16, got 4"),
+    (["--dit-text-dim", "32"], "--dit-text-dim must be the data set's 64, got 32; prepare .* anew with a text "
+     "encoder of 32, or set the flag, which makes it another model"),
+    (["--dit-latent-channels", "4"], "--dit-latent-channels must be the data set's 16, got 4; prepare .* with a "
+     "codec of 4, or set the flag"),
     (["--latent-valid-samples", "4"], "--latent-valid-samples must be below the 4 samples of --latent-data, got 4"),
 ])
 def test_model_and_data_must_fit(data, flags, words):
