@@ -16,7 +16,7 @@ from megatron_dsv.training.main import main
 
 SMALL = ("--config model/debug --latent-valid-samples 4 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 "
          "--lr 2e-3 --lr-decay-style constant --log-interval 1 --num-workers 0 --num-layers 2 --hidden-size 48 "
-         "--ffn-hidden-size 96 --train-iters 4")
+         "--ffn-hidden-size 96 --train-iters 4 --dsv-q-block-size 8")
 
 
 def _poison(rank: int, where: str, step: int) -> None:
