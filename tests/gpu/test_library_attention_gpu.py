@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsv.kernels.dense_attention import api as dense
-from megatron_dsv.kernels.dense_attention import flash4 as dense_flash4
+from megatron_dsv.kernels.library import hopper_limit
 from megatron_dsv.kernels.selection import KVSelection, from_block_mask
 from megatron_dsv.kernels.sparse_attention import api, cudnn, flash4
 from megatron_dsv.testing.attention_oracle import (
@@ -31,6 +31,13 @@ def _exact(inputs, mask, d):
     return lse.detach(), (out.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
+def _require(x, *backends):
+    """Skips where the package or the chip is missing, and only there: what a backend refuses here is a failure."""
+    for backend in backends:
+        if reason := hopper_limit(backend, x):
+            pytest.skip(reason)
+
+
 def _inputs(case, dtype=torch.bfloat16, seed=0):
     selection, blocks = random_selection(case, seed=seed, device="cuda")
     inputs = random_qkv(case, dtype=dtype, seed=seed, device="cuda")
@@ -45,8 +52,7 @@ def _inputs(case, dtype=torch.bfloat16, seed=0):
 def test_sparse_backends_stay_within_the_budget(backend, changes):
     case = replace(CASE, **changes)
     selection, mask, (q, k, v, dout) = _inputs(case)
-    if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):
-        pytest.skip(reason)
+    _require(q, backend)
     lse, exact = _exact((q, k, v, dout), mask, case.d)
     rounded = rounded_reference(dout, q, k, v, mask, case.d ** -0.5)
     out, got_lse = api.forward(q, k, v, selection, backend=backend)
@@ -65,8 +71,7 @@ def test_sparse_backends_stay_within_the_budget(backend, changes):
     ("flash4", flash4, "_RECTANGLE_ENTRIES"), ("cudnn", cudnn, "_SMALL_WORKSPACE")])
 def test_chunks_of_heads_change_nothing(backend, module, bound, monkeypatch):
     selection, _, (q, k, v, dout) = _inputs(replace(CASE, heads_kv=4 if backend == "cudnn" else 2))
-    if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):
-        pytest.skip(reason)
+    _require(q, backend)
     results = []
     for limit in (1 << 40, 1):
         monkeypatch.setattr(module, bound, limit)
@@ -80,9 +85,8 @@ def test_chunks_of_heads_change_nothing(backend, module, bound, monkeypatch):
 def test_backward_takes_merged_results(backend):
     """Keys in two halves, merged as staged context parallelism does, give the gradients of the whole."""
     case = replace(CASE, sk=512, kv_padding=0)
-    selection, mask, (q, k, v, dout) = _inputs(case)
-    if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):
-        pytest.skip(reason)
+    _, mask, (q, k, v, dout) = _inputs(case)
+    _require(q, backend)
     blocks = mask[:, :, ::128, ::128]
     halves = []
     for cols in (slice(0, 2), slice(2, 4)):
@@ -107,8 +111,7 @@ def test_backward_takes_merged_results(backend):
 def test_dense_flash4_stays_within_the_budget(heads_kv, d, length):
     case = replace(CASE, heads_kv=heads_kv, d=d)
     q, k, v, dout = random_qkv(case, dtype=torch.bfloat16, device="cuda")
-    if reason := dense_flash4.limit(q, length):
-        pytest.skip(reason)
+    _require(q, "flash4")
     valid = torch.arange(case.sk, device="cuda") < (case.sk if length is None else length)
     mask = valid.expand(case.b, case.h, case.s, case.sk)
     _, exact = _exact((q, k, v, dout), mask, d)
@@ -126,8 +129,7 @@ def test_dense_flash4_stays_within_the_budget(heads_kv, d, length):
 def test_dense_flash4_repeats_bitwise_when_asked():
     case = replace(CASE, s=2048, sk=2048, kv_padding=0)
     q, k, v, dout = random_qkv(case, dtype=torch.bfloat16, device="cuda")
-    if reason := dense_flash4.limit(q, None):
-        pytest.skip(reason)
+    _require(q, "flash4")
     out, lse = dense.forward(q, k, v, backend="flash4")
     runs = [dense.backward(dout, q, k, v, out, lse, backend="flash4", deterministic=True) for _ in range(4)]
     for run in runs[1:]:
@@ -166,8 +168,7 @@ def test_addresses_beyond_2_to_the_31_elements(backend):
     selection = KVSelection(own, start, torch.ones_like(start, dtype=torch.int32),
                             torch.full((1, h), s, dtype=torch.int32, device="cuda"), s, s, block, block, 1)
     selection = replace(selection, transposed=selection)
-    if reason := (flash4.limit(q, selection) if backend == "flash4" else cudnn.limit(q, k, v, selection)):
-        pytest.skip(reason)
+    _require(q, backend)
     out, lse = api.forward(q, k, v, selection, backend=backend)
     grads = api.backward(dout, q, k, v, out, lse, selection, backend=backend)
     rows = slice(s - block, s)
@@ -181,8 +182,7 @@ def test_addresses_beyond_2_to_the_31_elements(backend):
 
 def test_a_side_stream_is_the_one_that_is_used():
     selection, _, (q, k, v, dout) = _inputs(CASE)
-    if reason := flash4.limit(q, selection) or cudnn.limit(q, k, v, selection):
-        pytest.skip(reason)
+    _require(q, "flash4", "cudnn")
     for backend in ("flash4", "cudnn"):
         out, lse = api.forward(q, k, v, selection, backend=backend)
         exact = api.backward(dout, q, k, v, out, lse, selection, backend=backend)
