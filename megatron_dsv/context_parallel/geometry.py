@@ -59,16 +59,6 @@ class Split(NamedTuple):
         """Chunks of the sequence that make up the query (and key) range of sequence place j, in the order held."""
         return tuple(self.rank(i, j) for i in range(self.g_h))
 
-    @property
-    def h_span(self) -> int:
-        """Distance in ranks, plus one, between the first and the last rank of a head group."""
-        return self.g_h if self.layout == H_INNER else (self.g_h - 1) * self.g_s + 1
-
-    @property
-    def s_span(self) -> int:
-        """Distance in ranks, plus one, between the first and the last rank of a sequence group."""
-        return (self.g_s - 1) * self.g_h + 1 if self.layout == H_INNER else self.g_s
-
 
 def check_split(split: Split, size: int) -> None:
     """Raises ValueError unless ``split`` cuts a context-parallel group of ``size`` ranks."""

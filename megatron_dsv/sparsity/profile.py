@@ -69,11 +69,6 @@ class GroupProfile:
         return self.means()[FIELDS.index(field)]
 
 
-def initial_running(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """A running profile that has seen nothing: fp32 [3, h] of NaN, rows in the order of ``FIELDS``."""
-    return torch.full((len(FIELDS), num_heads), torch.nan, device=device)
-
-
 def update_running(running: Tensor, observed: Tensor, momentum: float = 0.9) -> Tensor:
     """``momentum * running + (1 - momentum) * observed``, entry by entry (DSV, section 2.3).
 

@@ -28,25 +28,6 @@ class Stage(StrEnum):
         return self is not Stage.DENSE
 
 
-STAGE_ALIASES: dict[str, Stage] = {"0": Stage.DENSE, "1": Stage.PREDICTOR, "2": Stage.SPARSE}
-
-
-def parse_stage(value: str | int | Stage) -> Stage:
-    """The stage of that name or number (0 dense, 1 predictor, 2 sparse).
-
-    Raises:
-        ValueError: anything else.
-    """
-    name = str(value)
-    if name in STAGE_ALIASES:
-        return STAGE_ALIASES[name]
-    try:
-        return Stage(name)
-    except ValueError:
-        raise ValueError(f"--dsv-sparse-stage must be one of {', '.join(Stage)} (or 0, 1, 2 for the first three), "
-                         f"got {value!r}") from None
-
-
 @dataclass(frozen=True)
 class LayerState:
     """Where the gate stands for one layer.

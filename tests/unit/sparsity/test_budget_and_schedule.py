@@ -19,7 +19,6 @@ from megatron_dsv.sparsity.schedule import (
     attends_sparsely,
     decode_states,
     encode_states,
-    parse_stage,
 )
 
 NAN = float("nan")
@@ -106,8 +105,6 @@ def test_states_survive_a_checkpoint():
 
 
 def test_stages():
-    assert [parse_stage(x) for x in ("0", 1, "2", "auto", Stage.SPARSE)] == [
-        Stage.DENSE, Stage.PREDICTOR, Stage.SPARSE, Stage.AUTO, Stage.SPARSE]
     assert tuple(Stage) == STAGES
     assert [stage.has_predictor for stage in Stage] == [False, True, True, True]
     on, off = LayerState(sparse=True), LayerState()
@@ -116,8 +113,6 @@ def test_stages():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: parse_stage("3"), r"--dsv-sparse-stage must be one of dense, predictor, sparse, auto .*got '3'"),
-    (lambda: parse_stage(None), r"--dsv-sparse-stage must be one of"),
     (lambda: advance(LayerState(), 1.0, gate_recall=0.0), r"--dsv-gate-recall must be in \(0, 1\], got 0.0"),
     (lambda: advance(LayerState(), 1.0, gate_passes=0), r"--dsv-gate-passes must be at least 1"),
     (lambda: advance(LayerState(), 1.0, rollback_recall=0.95), r"rollback_recall must be in \(0, gate_recall=0.9\]"),

@@ -14,7 +14,6 @@ from megatron_dsv.kernels.selection import from_block_mask
 from megatron_dsv.sparsity.profile import (
     FIELDS,
     GroupProfile,
-    initial_running,
     profile_gathered_groups,
     profile_query_groups,
     update_running,
@@ -169,8 +168,7 @@ def test_sparsity_stride_samples_queries_only():
 
 
 def test_running_profile_starts_with_the_first_observation_and_skips_nan():
-    running = initial_running(2)
-    assert running.shape == (len(FIELDS), 2)
+    running = torch.full((len(FIELDS), 2), torch.nan)
     first = torch.tensor([[0.5, torch.nan]] * 3)
     running = update_running(running, first)
     assert torch.equal(running[:, 0], torch.full((3,), 0.5))
