@@ -96,6 +96,15 @@ class DSVConfig:
         False, "select by fixed pseudo-random scores of layer and head in place of predicted ones: the same selection "
         "in every layout and at every step, for comparing layouts.")
 
+    dsv_cp_plan: str = knob(
+        "planned", "how context parallelism splits a block's attention. planned: by cost and measured sparsity. "
+        "sequence or heads: that split alone, evenly, in every block. random: another plan for every block at every "
+        "step, to find faults.", choices=("planned", "sequence", "heads", "random"))
+    dsv_cp_groups: str = knob(
+        "parents", "communicators of context parallelism, each several hundred MiB of a GPU. parents: one of all its "
+        "ranks and one of those in a node. dedicated: one for each group of ranks in a plan. virtual: that of all "
+        "its ranks alone.", choices=("parents", "dedicated", "virtual"))
+
     def validate(self) -> None:
         """Check every field and every rule between fields.
 
@@ -137,6 +146,11 @@ class DSVConfig:
     def window_fraction(self) -> float | None:
         """Share of each grid dimension that a window baseline attends to, or None."""
         return WINDOWS.get(self.dsv_attention)
+
+    @property
+    def may_be_sparse(self) -> bool:
+        """Whether some layer may attend to a selection: a predicted one, or a window."""
+        return self.dsv_sparse_stage in ("sparse", "auto") or self.window_fraction is not None
 
     @property
     def has_predictor(self) -> bool:

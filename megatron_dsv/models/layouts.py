@@ -11,10 +11,14 @@ from megatron_dsv.sparsity.token_layout import TokenLayout, default_cube
 
 
 def latent_layout(latent_shape: tuple[int, int, int], dit: VideoDiTConfig, dsv: DSVConfig,
-                  tensor_parallel_size: int) -> TokenLayout:
+                  tensor_parallel_size: int, context_parallel_size: int = 1) -> TokenLayout:
     """Cube order of the tokens of a latent video (frames, rows, columns).
 
-    The tail is padded to whole query groups and to equal shards of a tensor-parallel group.
+    The tail is padded to whole query groups and to equal shards of a tensor-parallel group. Under context parallelism
+    every rank gets as many tokens, whole query groups and whole key blocks.
     """
     cube = dsv.cube or default_cube(dsv.dsv_q_block_size)
-    return TokenLayout(token_grid(latent_shape, dit.patch), cube, math.lcm(dsv.dsv_q_block_size, tensor_parallel_size))
+    whole = math.lcm(dsv.dsv_q_block_size, tensor_parallel_size)
+    if context_parallel_size > 1:
+        whole = math.lcm(whole, dsv.dsv_kv_block_size) * context_parallel_size
+    return TokenLayout(token_grid(latent_shape, dit.patch), cube, whole)
