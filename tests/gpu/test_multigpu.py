@@ -1,5 +1,6 @@
 """The entry program over NCCL on two GPUs: every layout computes what one GPU computes, from one checkpoint."""
 
+import functools
 import os
 import re
 import socket
@@ -46,7 +47,7 @@ def _launch(data: Path, flags: str, ranks: int, steps: int) -> str:
                str(_free_port()), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
                "--train-iters", str(steps), *flags.split()]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=170, check=False)
+                          stderr=subprocess.STDOUT, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -62,25 +63,39 @@ def data(tmp_path_factory):
     return write_latents(tmp_path_factory.mktemp("latents"), [(5, 16, 24)] * 12)
 
 
+class Start:
+    """What one GPU wrote and went on to, launched when a test first asks for it."""
+
+    def __init__(self, data: Path, folders: pytest.TempPathFactory) -> None:
+        self.data, self.new_folder = data, folders
+        self._folders: dict[str, Path] = {}
+
+    def folder(self, optimizer: str) -> Path:
+        """A checkpoint after two steps in which predictors learned, with the flag ``optimizer`` or with "" none."""
+        if optimizer not in self._folders:
+            folder = self._folders[optimizer] = self.new_folder.mktemp("start")
+            _run(self.data, f"--dsv-sparse-stage predictor {optimizer} --save {folder} --save-interval 2", 1, 2)
+        return self._folders[optimizer]
+
+    @functools.cached_property
+    def losses(self) -> list[float]:
+        """Of two sparse steps on the checkpoint."""
+        return _run(self.data, f"{SPARSE} --load {self.folder('')}", 1, 4)
+
+
 @pytest.fixture(scope="module")
 def start(data, tmp_path_factory):
-    """A checkpoint written by one GPU after two steps, and the losses of two more steps on it."""
-    folders = {}
-    for optimizer in ("", "--use-distributed-optimizer"):
-        folders[optimizer] = tmp_path_factory.mktemp("start")
-        _run(data, f"--dsv-sparse-stage predictor {optimizer} --save {folders[optimizer]} --save-interval 2", 1, 2)
-    return folders, _run(data, f"{SPARSE} --load {folders['']}", 1, 4)
+    return Start(data, tmp_path_factory)
 
 
 @pytest.mark.multigpu
 @needs_two
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_equal_one(data, start, layout):
-    folders, expected = start
     flags = LAYOUTS[layout]
-    folder = folders["--use-distributed-optimizer" if "distributed" in flags else ""]
+    folder = start.folder("--use-distributed-optimizer" if "distributed" in flags else "")
     losses = _run(data, f"{SPARSE} {flags} --load {folder}", 2, 4)
-    assert losses == pytest.approx(expected, rel=2e-3)
+    assert losses == pytest.approx(start.losses, rel=2e-3)
 
 
 @pytest.mark.gpu
@@ -97,11 +112,10 @@ def test_async_save_and_resume_on_one_gpu(data, tmp_path):
 @pytest.mark.gpu
 @needs_one
 def test_recomputation_attends_what_the_forward_attended(data, start):
-    folders, expected = start
     for recompute in ("--recompute-granularity selective",
                       "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"):
-        losses = _run(data, f"{SPARSE} {recompute} --load {folders['']}", 1, 4)
-        assert losses == pytest.approx(expected, rel=2e-3)
+        losses = _run(data, f"{SPARSE} {recompute} --load {start.folder('')}", 1, 4)
+        assert losses == pytest.approx(start.losses, rel=2e-3)
 
 
 @pytest.mark.gpu
