@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_dsv.context_parallel.cluster import Cluster, Link
+from megatron_dsv.context_parallel.corrections import NO_CORRECTIONS, Corrections
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.kernel_rates import KernelRates
 from megatron_dsv.context_parallel.plan import GATHER, NONE, SELECTIVE, Topology
@@ -127,11 +128,13 @@ class CostModel:
         cluster: links, overlap.
         kernels: of one GPU.
         memory_bytes: what one block's attention may use on a GPU; one is computed at a time.
+        corrections: factors on the times of a kind of split, from block times that were measured while training.
     """
 
     cluster: Cluster
     kernels: KernelRates
     memory_bytes: int
+    corrections: Corrections = NO_CORRECTIONS
 
     def terms(self, shape: AttentionShape, topo: Topology, split: Split, stats: BlockStats, tp_rank: int, *,
               sparse: bool, exchange: str, stages: int = 1) -> Terms:
@@ -166,7 +169,7 @@ class CostModel:
         a2a_bytes = shape.tokens // topo.cp * shape.batch * BYTES * (4 * shape.group + 4) * shape.head_dim
         low_rank = shape.tokens // topo.cp * shape.batch * BYTES * shape.predictor_rank * (
             1 + shape.group * shape.proxies / shape.q_block) if sparse else 0.0
-        return Terms(
+        terms = Terms(
             select=(round(select),) * shape.units,
             forward=tuple(round(forward * share * kept) for kept in density),
             backward=tuple(round(backward * share * kept) for kept in density),
@@ -179,11 +182,13 @@ class CostModel:
             fixed=self._fixed(topo, split, sparse, exchange, stages),
             memory=self._memory(shape, split, rows, density, stages, sparse),
             memory_limit=self.memory_bytes, exchange=exchange, stages=stages)
+        return _scaled(terms, self.corrections.thousandths(split, sparse))
 
     def restaged(self, terms: Terms, topo: Topology, split: Split, sparse: bool, stages: int) -> Terms:
         """The same costs with another number of stages; memory stays what it was."""
+        fixed = self._fixed(topo, split, sparse, terms.exchange, stages)
         return terms._replace(hidden=self._hidden(split, terms.exchange, stages), stages=stages,
-                              fixed=self._fixed(topo, split, sparse, terms.exchange, stages))
+                              fixed=fixed * self.corrections.thousandths(split, sparse) // 1000)
 
     def stages_for(self, shape: AttentionShape, split: Split) -> int:
         """The fewest calls of an exchange whose two buffers, at full coverage, take an eighth of the memory at most."""
@@ -236,6 +241,19 @@ class CostModel:
         size, inside = _members(topo, split, of_heads)
         link: Link = self.cluster.node_link if inside == size else self.cluster.network
         return link.latency_us + link.peer_us * (size - 1) if size > 1 else 0.0
+
+
+def _scaled(terms: Terms, thousandths: int) -> Terms:
+    """All times of a split by one factor; what is hidden is a share, and memory no time."""
+    if thousandths == 1000:
+        return terms
+    def scaled(column: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(ns * thousandths // 1000 for ns in column)
+
+    return terms._replace(
+        select=scaled(terms.select), forward=scaled(terms.forward), backward=scaled(terms.backward),
+        kv=scaled(terms.kv), kv_back=scaled(terms.kv_back), a2a=terms.a2a * thousandths // 1000,
+        fixed=terms.fixed * thousandths // 1000)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dsv.context_parallel.block_watch import BlockWatch
 from megatron_dsv.context_parallel.comm import CallLog, Communicator, SubGroup
 from megatron_dsv.context_parallel.geometry import H_INNER, Split, check_split
 
@@ -81,6 +82,7 @@ class CPGroupManager:
         self.node_ranks, self.backing, self.device, self.timeout = node_ranks, backing, torch.device(device), timeout
         self.max_communicators = max_communicators
         self.log = CallLog()
+        self.watch = BlockWatch()
         self._global_ranks = dist.get_process_group_ranks(cp_group)
         self._whole = Communicator(cp_group, tuple(range(self.size)), "the context-parallel communicator")
         self._made: dict[Family, Communicator] = {}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_dsv.context_parallel.block_watch import BACKWARD, FORWARD, SELECT, BlockWatch
 from megatron_dsv.context_parallel.comm import SubGroup
 from megatron_dsv.context_parallel.dense_exchange import DenseExchange
 from megatron_dsv.context_parallel.groups import CPGroupManager
@@ -63,6 +64,10 @@ class HybridScheme(AttentionScheme):
             ValueError: no plan, or tokens or a selection that do not fit it.
         """
         plan = _given(plan)
+        with self.manager.watch.span(plan.layer, SELECT, k_lr.device):
+            return self._begin(q_lr, k_lr, select, plan)
+
+    def _begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: BlockPlan) -> Pending:
         heads, s, b = self._head_exchange(plan), k_lr.shape[0], k_lr.shape[1]
         what = _name(plan)
         if q_lr.shape[2] != len(self.query_heads) or k_lr.shape[2] != plan.units or s % plan.kv_block:
@@ -76,6 +81,7 @@ class HybridScheme(AttentionScheme):
         if heads.mine:
             selection = select(queries, keys, self._head_ids(plan, heads.mine), self._group_ids(plan, q_lr.shape[0]))
             _check_selection(selection, plan, s * plan.g_h, s * plan.split.size, what)
+        self.manager.watch.see(plan, selection)
         exchange = None
         if plan.g_s > 1:
             exchange = SelectiveExchange(
@@ -102,7 +108,7 @@ class HybridScheme(AttentionScheme):
         if exchange is None:
             exchange = self._exchange_without_rows(plan, q, pending)
         attention = SequenceAttention(exchange, self.kernels, softmax_scale, self.keeps_payload, _name(plan))
-        return _PlannedAttention.apply(q, k, v, self._head_exchange(plan), attention)
+        return _PlannedAttention.apply(q, k, v, self._head_exchange(plan), attention, self.manager.watch, plan.layer)
 
     @torch.no_grad()
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -202,27 +208,28 @@ class _PlannedAttention(torch.autograd.Function):
     """One node for q, k and v: heads in, attention by stages, heads out; the backward mirrors it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads: HeadExchange,
-                attention: SequenceAttention) -> Tensor:
-        ctx.heads, ctx.attention = heads, attention
-        ratio = q.shape[2] // k.shape[2]
-        q, k, v = heads.to_heads([q, k, v], f"{attention.what}, q, k and v to their heads")
-        out, lse, kept = attention.forward(q, k, v)
-        ctx.ratio = ratio
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
-        return heads.to_tokens([out], [ratio], f"{attention.what}, out to its tokens")[0]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads: HeadExchange, attention: SequenceAttention,
+                watch: BlockWatch, layer: int) -> Tensor:
+        ctx.heads, ctx.attention, ctx.watch, ctx.layer = heads, attention, watch, layer
+        ctx.ratio = q.shape[2] // k.shape[2]
+        with watch.span(layer, FORWARD, q.device):
+            q, k, v = heads.to_heads([q, k, v], f"{attention.what}, q, k and v to their heads")
+            out, lse, kept = attention.forward(q, k, v)
+            ctx.save_for_backward(q, k, v, out, lse, *kept)
+            return heads.to_tokens([out], [ctx.ratio], f"{attention.what}, out to its tokens")[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         heads, attention = ctx.heads, ctx.attention
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        # Autograd may hand over an expanded gradient, whose last stride is 0.
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dout, = heads.to_heads([dout], f"{attention.what}, gradient of out to its heads")
-        grads = attention.backward(dout, q, k, v, out, lse, kept)
-        dq, dk, dv = heads.to_tokens(grads, [ctx.ratio, 1, 1], f"{attention.what}, gradients to their tokens")
-        return dq, dk, dv, None, None
+        with ctx.watch.span(ctx.layer, BACKWARD, dout.device):
+            # Autograd may hand over an expanded gradient, whose last stride is 0.
+            dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+            dout, = heads.to_heads([dout], f"{attention.what}, gradient of out to its heads")
+            grads = attention.backward(dout, q, k, v, out, lse, kept)
+            dq, dk, dv = heads.to_tokens(grads, [ctx.ratio, 1, 1], f"{attention.what}, gradients to their tokens")
+        return dq, dk, dv, None, None, None, None
 
 
 def _given(plan: BlockPlan | None) -> BlockPlan:

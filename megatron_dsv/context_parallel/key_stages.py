@@ -120,7 +120,7 @@ def cut(selection: KVSelection, stages: KeyStages, *, everything: bool = False) 
     starts = torch.arange(stages.num_blocks, device=device) * stages.block
     tokens = (selection.kv_length[..., None] - starts).clamp(0, stages.block)
     stage_of = stages.stage_of_block(device)
-    need = _selected(selection, heads_kv, stages.num_blocks)
+    need = needed_blocks(selection, heads_kv, stages.num_blocks)
     need = torch.ones_like(need) if everything else need & (tokens > 0)
     held = need | (stage_of == 0)
     position = torch.full(held.shape, -1, dtype=torch.int64, device=device)
@@ -142,7 +142,7 @@ def true_places(mask: Tensor, total: int) -> Tensor:
     return places[:total]
 
 
-def _selected(selection: KVSelection, heads_kv: int, num_blocks: int) -> Tensor:
+def needed_blocks(selection: KVSelection, heads_kv: int, num_blocks: int) -> Tensor:
     """bool [b, n, Nk]: blocks that some query head of a key/value head selects in some group."""
     b, h, _ = selection.row_start.shape
     found = torch.zeros((b, h, num_blocks + 1), dtype=torch.bool, device=selection.kv_indices.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_dsv.context_parallel.geometry import H_INNER, Split, check_split
@@ -122,6 +122,14 @@ class BlockPlan:
         sizes = self.unit_splits[tp_rank]
         start = sum(sizes[:i])
         return self.unit_order[tp_rank][start:start + sizes[i]]
+
+    def for_selection(self, kv_block: int) -> BlockPlan:
+        """This plan, made to carry selections of blocks of ``kv_block`` keys if it is a dense block's.
+
+        Its exchange stays as it is: all rows travel, whatever is selected. So a dense block's predictor can be
+        examined, and a block that has just turned sparse can run before it is planned anew.
+        """
+        return self if self.sparse else replace(self, sparse=True, kv_block=kv_block)
 
     def loads(self, tp_rank: int) -> tuple[tuple[int, ...], ...]:
         """[g_h] ``units_of`` every head place of ``tp_rank``."""
