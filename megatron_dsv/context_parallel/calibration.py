@@ -1,4 +1,4 @@
-"""Constants of the cost model from measurements: straight lines by least squares, and their correction while training.
+"""Constants of the cost model from measurements: straight lines by least squares.
 
 A fitted line is ``a + b x`` with a and b of at least 0. Errors are relative, so that short times count as much as long
 ones.
@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_dsv.context_parallel.cluster import Cluster, Link
@@ -111,35 +110,3 @@ def digest(cluster: Cluster, kernels: object) -> str:
     """sha256 of the constants in use, in hexadecimal, first 16 digits; ``kernels`` is a dataclass."""
     data = [dataclasses.asdict(cluster), dataclasses.asdict(kernels)]  # type: ignore[call-overload]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Measured over predicted block time, as a run goes on.
-
-    Attributes:
-        factor: running mean of measured over predicted.
-        momentum: share of the old mean.
-        tolerance: logarithm of a factor beyond which the constants no longer hold.
-        patience: observations running beyond it after which the cost model should be calibrated anew.
-        beyond: observations running so far.
-    """
-
-    factor: float = 1.0
-    momentum: float = 0.9
-    tolerance: float = 0.3
-    patience: int = 50
-    beyond: int = 0
-
-    def observe(self, measured_ms: float, predicted_ms: float) -> Correction:
-        """With one more block's time."""
-        if not (measured_ms > 0 and predicted_ms > 0):
-            raise ValueError(f"times must be above 0, got measured {measured_ms} and predicted {predicted_ms}")
-        factor = self.momentum * self.factor + (1 - self.momentum) * measured_ms / predicted_ms
-        beyond = self.beyond + 1 if abs(math.log(factor)) > self.tolerance else 0
-        return dataclasses.replace(self, factor=factor, beyond=beyond)
-
-    @property
-    def stale(self) -> bool:
-        """Whether to calibrate anew."""
-        return self.beyond >= self.patience

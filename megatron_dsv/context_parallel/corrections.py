@@ -11,11 +11,42 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dsv.context_parallel.calibration import Correction
 from megatron_dsv.context_parallel.geometry import Split
 
 BOUND = 2.0
 """Largest factor between what was measured and what is believed: one slow rank must not turn every plan over."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Measured over predicted block time, as a run goes on.
+
+    Attributes:
+        factor: running mean of measured over predicted.
+        momentum: share of the old mean.
+        tolerance: logarithm of a factor beyond which the constants no longer hold.
+        patience: observations running beyond it after which the cost model should be calibrated anew.
+        beyond: observations running so far.
+    """
+
+    factor: float = 1.0
+    momentum: float = 0.9
+    tolerance: float = 0.3
+    patience: int = 50
+    beyond: int = 0
+
+    def observe(self, measured_ms: float, predicted_ms: float) -> Correction:
+        """With one more block's time."""
+        if not (measured_ms > 0 and predicted_ms > 0):
+            raise ValueError(f"times must be above 0, got measured {measured_ms} and predicted {predicted_ms}")
+        factor = self.momentum * self.factor + (1 - self.momentum) * measured_ms / predicted_ms
+        beyond = self.beyond + 1 if abs(math.log(factor)) > self.tolerance else 0
+        return replace(self, factor=factor, beyond=beyond)
+
+    @property
+    def stale(self) -> bool:
+        """Whether to calibrate anew."""
+        return self.beyond >= self.patience
 
 
 def kind_of(split: Split, sparse: bool) -> str:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.calibration import (
     AllToAllRow,
-    Correction,
     SparseRow,
     digest,
     fit_kernels,
@@ -92,23 +91,3 @@ def test_constants_have_a_digest():
     assert digest(cluster.load("h200"), MeasuredKernels("NVIDIA H200", 64, 64)) == same
     assert digest(dataclasses.replace(h200, overlap=0.5), kernels) != same
     assert digest(h200, dataclasses.replace(kernels, speed=0.9)) != same
-
-
-def test_a_lasting_error_asks_for_a_calibration_and_a_passing_one_does_not():
-    correction = Correction(patience=5)
-    for _ in range(60):
-        correction = correction.observe(1.2, 1.0)
-    assert correction.factor == pytest.approx(1.2, rel=1e-2)
-    assert not correction.stale
-    for _ in range(4):
-        correction = correction.observe(3.0, 1.0)
-    assert not correction.stale
-    back = correction
-    for _ in range(30):
-        back = back.observe(1.0, 1.0)
-    assert back.beyond == 0
-    for _ in range(9):
-        correction = correction.observe(3.0, 1.0)
-    assert correction.stale
-    with pytest.raises(ValueError, match="times must be above 0"):
-        correction.observe(0.0, 1.0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dsv.context_parallel.corrections import BOUND, Corrections, kind_of
+from megatron_dsv.context_parallel.corrections import BOUND, Correction, Corrections, kind_of
 from megatron_dsv.context_parallel.geometry import Split
 
 HEADS, SEQUENCE, HYBRID = Split(4, 1), Split(1, 4), Split(2, 2, "s_inner")
@@ -34,6 +34,26 @@ def test_no_measurement_moves_a_prediction_beyond_the_bound(first, second):
     both = observed((HEADS, first, 1.0), (SEQUENCE, second, 1.0))
     for split in (HEADS, SEQUENCE):
         assert 1000 / BOUND - 1 <= both.thousandths(split, True) <= 1000 * BOUND
+
+
+def test_a_lasting_error_asks_for_a_calibration_and_a_passing_one_does_not():
+    correction = Correction(patience=5)
+    for _ in range(60):
+        correction = correction.observe(1.2, 1.0)
+    assert correction.factor == pytest.approx(1.2, rel=1e-2)
+    assert not correction.stale
+    for _ in range(4):
+        correction = correction.observe(3.0, 1.0)
+    assert not correction.stale
+    back = correction
+    for _ in range(30):
+        back = back.observe(1.0, 1.0)
+    assert back.beyond == 0
+    for _ in range(9):
+        correction = correction.observe(3.0, 1.0)
+    assert correction.stale
+    with pytest.raises(ValueError, match="times must be above 0"):
+        correction.observe(0.0, 1.0)
 
 
 def test_a_clock_that_drifts_is_followed_and_then_asks_for_a_calibration():
