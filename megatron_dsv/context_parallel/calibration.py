@@ -1,5 +1,7 @@
 """Constants of the cost model from measurements: straight lines by least squares.
 
+``dsv bench --calibrate`` measures (``microbenchmarks``) and writes a ``Calibration``; ``Calibration.load`` reads it.
+
 A fitted line is ``a + b x`` with a and b of at least 0. Errors are relative, so that short times count as much as long
 ones.
 """
@@ -8,24 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron_dsv.context_parallel.cluster import Cluster, Link
-from megatron_dsv.context_parallel.kernel_rates import FittedKernels
+from megatron_dsv.context_parallel.cost_model import CostModel, Handling, Surcharge
+from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, FittedKernels, Line
 
-
-class Line(NamedTuple):
-    """``intercept + slope x``."""
-
-    intercept: float
-    slope: float
-
-    def at(self, x: float) -> float:
-        """The line's value."""
-        return self.intercept + self.slope * x
+SCHEMA = 1
 
 
 class AllToAllRow(NamedTuple):
@@ -106,7 +105,120 @@ def fit_kernels(*, tokens: int, heads: int, head_dim: int, dense_ms: tuple[float
                          (backward.intercept, backward.slope), select_ms)
 
 
-def digest(cluster: Cluster, kernels: object) -> str:
+class Remainder(NamedTuple):
+    """What a measured block took beyond the model: ``rows`` and ``pairs`` as ``Surcharge`` counts them, nanoseconds,
+    and the whole time, which the error is relative to."""
+
+    rows: float
+    pairs: float
+    ns: float
+    total_ns: float
+
+
+def fit_surcharge(remainders: Sequence[Remainder], *, of_pairs: bool) -> Surcharge:
+    """The surcharge, no part below 0, with the least sum of squared errors relative to the blocks' whole times.
+
+    Args:
+        of_pairs: whether there is a part that grows with the pairs.
+    """
+    if not remainders:
+        return Surcharge()
+    total = torch.tensor([row.total_ns for row in remainders], dtype=torch.float64)
+    columns = torch.tensor([(1.0, row.rows, row.pairs) for row in remainders], dtype=torch.float64)
+    target = torch.tensor([row.ns for row in remainders], dtype=torch.float64) / total
+    # Scaled columns: rows and pairs differ by many orders of magnitude.
+    size = columns.abs().amax(0).clamp_min(1.0)
+    columns = columns / size / total[:, None]
+    best, least = torch.zeros(3, dtype=torch.float64), float(target.square().sum())
+    # Of the least-squares solutions without some columns, the best that is not negative is the constrained optimum.
+    for count in range(1, (3 if of_pairs else 2) + 1):
+        for chosen in itertools.combinations(range(3 if of_pairs else 2), count):
+            part = columns[:, chosen]
+            found = torch.linalg.pinv(part) @ target
+            error = float((part @ found - target).square().sum())
+            if bool((found >= 0).all()) and error < least - 1e-15:
+                best = torch.zeros(3, dtype=torch.float64)
+                best[list(chosen)] = found
+                least = error
+    return Surcharge(*(best / size).tolist())
+
+
+def digest(cluster: Cluster, kernels: object, handling: Handling | None = None) -> str:
     """sha256 of the constants in use, in hexadecimal, first 16 digits; ``kernels`` is a dataclass."""
     data = [dataclasses.asdict(cluster), dataclasses.asdict(kernels)]  # type: ignore[call-overload]
+    if handling is not None:
+        data.append(dataclasses.asdict(handling))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured constants of the machines at hand.
+
+    Attributes:
+        cluster: links, overlap and communicators as measured; the rest is of the cluster file it was measured beside.
+        kernels: attention and selection of one GPU.
+        handling: rearranging tensors.
+        q_block, kv_block, head_dim: what the kernels were measured at.
+        measured: the rows behind the constants, for people.
+    """
+
+    cluster: Cluster
+    kernels: CalibratedKernels
+    handling: Handling
+    q_block: int
+    kv_block: int
+    head_dim: int
+    measured: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """Of the constants, not of the rows behind them."""
+        return digest(self.cluster, self.kernels, self.handling)
+
+    def cost_model(self, memory_bytes: int) -> CostModel:
+        """The model with these constants; ``memory_bytes`` as there."""
+        return CostModel(self.cluster, self.kernels, memory_bytes, handling=self.handling)
+
+    def check(self, *, q_block: int, kv_block: int, head_dim: int) -> None:
+        """Raises ValueError unless the kernels were measured at this granularity and head dim."""
+        wanted, got = (q_block, kv_block, head_dim), (self.q_block, self.kv_block, self.head_dim)
+        if wanted != got:
+            raise ValueError(f"the calibration was measured with query groups of {got[0]}, key blocks of {got[1]} and "
+                             f"heads of {got[2]}, the job has {wanted[0]}, {wanted[1]} and {wanted[2]}; "
+                             "run `dsv bench --calibrate` with the job's")
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON that ``load`` reads."""
+        text = json.dumps({"schema": SCHEMA, "digest": self.digest, **dataclasses.asdict(self)}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """What ``save`` wrote.
+
+        Raises:
+            ValueError: one line that names the file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"calibration {path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"calibration {path}: is not JSON: {error}") from None
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+            raise ValueError(f"calibration {path}: must be of schema {SCHEMA}; run `dsv bench --calibrate` again")
+        try:
+            known = data.pop("digest")
+            data["cluster"] |= {name: Link(**data["cluster"][name]) for name in ("node_link", "network")}
+            data["cluster"] = Cluster(**data["cluster"])
+            data["kernels"] = CalibratedKernels(**{name: Line(*row) for name, row in data["kernels"].items()})
+            data["handling"] |= {name: Surcharge(*data["handling"][name]) for name in ("heads", "rows", "keys")}
+            data["handling"] = Handling(**data["handling"])
+            made = cls(**data)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"calibration {path}: has fields that schema {SCHEMA} does not: {error}") from None
+        if made.digest != known:
+            raise ValueError(f"calibration {path}: was changed by hand, its digest is {known} but its constants have "
+                             f"{made.digest}; run `dsv bench --calibrate` again")
+        return made

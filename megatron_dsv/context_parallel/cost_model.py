@@ -35,6 +35,44 @@ LAUNCH_NS = 60_000
 """Host and launch time of one block's pass beyond its kernels, and of the one look at the row counts (43 us)."""
 
 
+class Surcharge(NamedTuple):
+    """Nanoseconds of a block's forward and backward: ``fixed + row x rows + pair x pairs``.
+
+    Rows are query tokens x heads of a rank, pairs are rows x keys that each of them keeps.
+    """
+
+    fixed: float = 0.0
+    row: float = 0.0
+    pair: float = 0.0
+
+
+_NOTHING = Surcharge()
+
+
+@dataclass(frozen=True)
+class Handling:
+    """What a rank does to tensors that travel, beside attention and the links.
+
+    Attributes:
+        pack_gbps, add_rows_gbps: GB/s of rows of K|V gathered, and of returned gradients added to their owners.
+        heads: where heads change ranks: columns sorted by rank, and back.
+        rows: where rows that a sparse block selected travel: lists cut into stages, parts of the output merged.
+        keys: where a dense block's keys travel: the same without lists.
+    """
+
+    pack_gbps: float = PACK_GBPS
+    add_rows_gbps: float = ADD_ROWS_GBPS
+    heads: Surcharge = _NOTHING
+    rows: Surcharge = _NOTHING
+    keys: Surcharge = _NOTHING
+
+    def of(self, split: Split, sparse: bool, rows: float, pairs: float) -> float:
+        """Nanoseconds of one block on one rank."""
+        parts = [self.heads] if split.g_h > 1 else []
+        parts += [self.rows if sparse else self.keys] if split.g_s > 1 else []
+        return sum(part.fixed + part.row * rows + part.pair * pairs for part in parts)
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """The attention of one block on one tensor-parallel rank.
@@ -129,12 +167,14 @@ class CostModel:
         kernels: of one GPU.
         memory_bytes: what one block's attention may use on a GPU; one is computed at a time.
         corrections: factors on the times of a kind of split, from block times that were measured while training.
+        handling: what rearranging tensors takes.
     """
 
     cluster: Cluster
     kernels: KernelRates
     memory_bytes: int
     corrections: Corrections = NO_CORRECTIONS
+    handling: Handling = Handling()
 
     def terms(self, shape: AttentionShape, topo: Topology, split: Split, stats: BlockStats, tp_rank: int, *,
               sparse: bool, exchange: str, stages: int = 1) -> Terms:
@@ -164,11 +204,13 @@ class CostModel:
         payload = 2 * shape.head_dim * BYTES * shape.batch * (split.g_s - 1) * rows
         link_ns = self._ns_per_byte(topo, split, of_heads=False)
         # A sparse block's rows are packed and added back one by one, even if all of them travel.
-        pack = 2 / PACK_GBPS if sparse else 0.0
-        add = 1 / ADD_ROWS_GBPS if sparse else 3 / self.cluster.hbm_gbps
+        pack = 2 / self.handling.pack_gbps if sparse else 0.0
+        add = 1 / self.handling.add_rows_gbps if sparse else 3 / self.cluster.hbm_gbps
         a2a_bytes = shape.tokens // topo.cp * shape.batch * BYTES * (4 * shape.group + 4) * shape.head_dim
         low_rank = shape.tokens // topo.cp * shape.batch * BYTES * shape.predictor_rank * (
             1 + shape.group * shape.proxies / shape.q_block) if sparse else 0.0
+        mine = rows * heads
+        handled = round(self.handling.of(split, sparse, mine, mine * shape.tokens * mean))
         terms = Terms(
             select=(round(select),) * shape.units,
             forward=tuple(round(forward * share * kept) for kept in density),
@@ -179,16 +221,17 @@ class CostModel:
             hidden=self._hidden(split, exchange, stages),
             a2a=round((a2a_bytes + low_rank) * self._ns_per_byte(topo, split, of_heads=True)),
             peers=split.g_h - 1,
-            fixed=self._fixed(topo, split, sparse, exchange, stages),
+            fixed=self._fixed(topo, split, sparse, exchange, stages) + handled,
             memory=self._memory(shape, split, rows, density, stages, sparse),
             memory_limit=self.memory_bytes, exchange=exchange, stages=stages)
         return _scaled(terms, self.corrections.thousandths(split, sparse))
 
     def restaged(self, terms: Terms, topo: Topology, split: Split, sparse: bool, stages: int) -> Terms:
         """The same costs with another number of stages; memory stays what it was."""
-        fixed = self._fixed(topo, split, sparse, terms.exchange, stages)
+        more = self._fixed(topo, split, sparse, terms.exchange, stages) - \
+            self._fixed(topo, split, sparse, terms.exchange, terms.stages)
         return terms._replace(hidden=self._hidden(split, terms.exchange, stages), stages=stages,
-                              fixed=fixed * self.corrections.thousandths(split, sparse) // 1000)
+                              fixed=terms.fixed + more * self.corrections.thousandths(split, sparse) // 1000)
 
     def stages_for(self, shape: AttentionShape, split: Split) -> int:
         """The fewest calls of an exchange whose two buffers, at full coverage, take an eighth of the memory at most."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_dsv.kernels import timings
 
@@ -112,6 +112,48 @@ class FittedKernels:
 
     def _scale(self, q: int, k: int, h: float, d: int) -> float:
         return MS * (q * k * h * d) / (self.tokens**2 * self.heads * self.head_dim)
+
+
+class Line(NamedTuple):
+    """``intercept + slope x``."""
+
+    intercept: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        """The line's value."""
+        return self.intercept + self.slope * x
+
+
+@dataclass(frozen=True)
+class CalibratedKernels:
+    """Straight lines through times measured on the GPU at hand (``dsv bench --calibrate``).
+
+    Attributes:
+        dense_forward, dense_backward: nanoseconds by products, q x k x h x d.
+        sparse_forward, sparse_backward: nanoseconds by products that are kept, q x k x h x d x density.
+        selection: nanoseconds by q x k x h.
+    """
+
+    dense_forward: Line
+    dense_backward: Line
+    sparse_forward: Line
+    sparse_backward: Line
+    selection: Line
+
+    def dense(self, q: int, k: int, h: float, d: int) -> tuple[float, float]:
+        """See ``KernelRates``."""
+        work = q * k * h * d
+        return self.dense_forward.at(work), self.dense_backward.at(work)
+
+    def sparse(self, q: int, k: int, h: float, d: int, density: float) -> tuple[float, float]:
+        """See ``KernelRates``."""
+        work = q * k * h * d * density
+        return self.sparse_forward.at(work), self.sparse_backward.at(work)
+
+    def select(self, q: int, k: int, h: float) -> float:
+        """See ``KernelRates``."""
+        return self.selection.at(q * k * h)
 
 
 ARTIFACT = FittedKernels(32768, 16, 128, dense_ms=(18.8, 250.0), sparse_forward_ms=(0.43, 44.6),

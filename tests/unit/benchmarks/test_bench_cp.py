@@ -1,0 +1,109 @@
+"""What the context-parallel benchmark promises: predictions first, gates that go red, exchanges replaced bit by bit."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench_cp import merge
+from cp.block import BlockBench
+from cp.replay import Tape, TapedManager
+
+from megatron_dsv.context_parallel import cluster
+from megatron_dsv.context_parallel.calibration import Calibration
+from megatron_dsv.context_parallel.cost_model import Handling
+from megatron_dsv.context_parallel.geometry import Split
+from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
+from megatron_dsv.context_parallel.partial_attention import Kernels
+from megatron_dsv.context_parallel.trial_block import TrialShape
+from megatron_dsv.testing.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SHAPE = TrialShape(128, 2, 8, 64, q_block=8, kv_block=8)
+CALIBRATION = Calibration(cluster.load("h200x2"), CalibratedKernels(*(Line(1e6, 1.0),) * 5), Handling(), 8, 8, 8)
+ROW_KEYS = {"case", "tokens", "sparsity", "plan", "measured_ms", "predicted_ms", "exposed_comm_ms",
+            "mib_per_communicator", "peak_gib"}
+
+
+@dataclass(frozen=True)
+class ForgetfulKernels(Kernels):
+    """Loses a part of the keys' gradients wherever only a part of the keys was at hand."""
+
+    def backward(self, dout, q, k, v, out, lse, keys, softmax_scale):
+        grads = super().backward(dout, q, k, v, out, lse, keys, softmax_scale)
+        if grads is not None and q.shape[0] < SHAPE.tokens:
+            grads[1][:8] = 0
+        return grads
+
+
+def bench(kernels, said):
+    return BlockBench(SHAPE, CALIBRATION, dist.group.WORLD, CPU, torch.float32, kernels, 0.001, said.append)
+
+
+def run_case(tmp_path, kernels, sparsity):
+    said = []
+    made = bench(kernels, said)
+    arms = made.arms(sparsity)
+    path = tmp_path / f"predictions{dist.get_rank()}.json"
+    made.write_predictions(arms, path)
+    return made.measure(arms, None), made.failures, json.loads(path.read_text())
+
+
+def test_every_arm_is_predicted_checked_and_timed(tmp_path):
+    for sparsity, plans in ((None, ["one GPU", "(1, 2) gather", "(2, 1) none"]),
+                            (0.75, ["one GPU", "(1, 2) selective", "(2, 1) none"])):
+        (rows, failures, predictions), other = run_ranks(run_case, 2, tmp_path, Kernels(), sparsity)
+        assert failures == []
+        assert [row["plan"] for row in rows][:3] == plans
+        assert len(rows) == (3 if sparsity is None else 4)
+        assert [row["predicted_ms"] for row in predictions["rows"]] == pytest.approx(
+            [row["predicted_ms"] for row in rows], abs=1e-3)
+        for row in rows:
+            assert set(row) > ROW_KEYS
+            assert row["measured_ms"] > 0
+            assert (row["exposed_comm_ms"] is None) == (row["plan"] == "one GPU")
+        # Times are the slowest rank's on both.
+        assert [row["measured_ms"] for row in other[0]] == [row["measured_ms"] for row in rows]
+
+
+def test_a_wrong_arm_has_no_numbers(tmp_path):
+    rows, failures, _ = run_ranks(run_case, 2, tmp_path, ForgetfulKernels(), 0.5)[0]
+    assert [row["plan"] for row in rows if row["plan"].startswith("(1, 2)")] == []
+    assert any("gate of sparsity 0.5, (1, 2)" in failure and "dk" in failure for failure in failures)
+    assert "one GPU" in [row["plan"] for row in rows]
+
+
+def replayed():
+    tape = Tape()
+    manager = TapedManager(dist.group.WORLD, node_ranks=2, tape=tape)
+    split = Split(1, 2)
+    manager.prepare([split])
+    group, rank = manager.sequence_group(split), dist.get_rank()
+    sent = torch.arange(4.0) + 10 * rank
+    results = []
+    for mode in (tape.record, tape.replay, tape.replay, tape.live):
+        mode()
+        results.append([group.exchange_evenly(sent.view(2, 2) + step, f"step {step}") for step in range(2)])
+    tape.replay()
+    with pytest.raises(RuntimeError, match=r"recorded step 0 of .*, replayed step 1 of"):
+        group.exchange_evenly(sent.view(2, 2), "step 1")
+    return [torch.stack(row) for row in results]
+
+
+def test_a_replay_delivers_what_was_recorded():
+    for results in run_ranks(replayed, 2):
+        for later in results[1:]:
+            assert torch.equal(results[0], later)
+        assert results[0].unique().numel() > 4
+
+
+def test_rows_merge_by_case(tmp_path):
+    path = tmp_path / "cp.json"
+    row = {"case": "block", "tokens": 128, "sparsity": 0.5, "plan": "planned (2, 1) heads [0]", "measured_ms": 1}
+    merge(path, [row, row | {"sparsity": 0.0, "plan": "one GPU"}])
+    merge(path, [row | {"plan": "planned (2, 1) heads [1]", "measured_ms": 2}])
+    kept = json.loads(path.read_text())
+    assert [(r["sparsity"], r["plan"], r["measured_ms"]) for r in kept] == [
+        (0.0, "one GPU", 1), (0.5, "planned (2, 1) heads [1]", 2)]
+    assert all("torch" in r["versions"] for r in kept)
