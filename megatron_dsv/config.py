@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megatron_dsv.config_fields import check_fields, knob, parse_sizes
+from megatron_dsv.config_fields import check_fields, flag_of, knob, parse_sizes
 
 STAGES = ("dense", "predictor", "sparse", "auto")
 WINDOWS = {"window-1/3": 1 / 3, "window-2/3": 2 / 3}
+PLANNING = ("dsv_cp_cluster", "dsv_cp_calibration", "dsv_cp_replan_interval")
+"""Knobs that only --dsv-cp-plan planned reads."""
 MASS_RULES = ("mass", "topk-mass")
 """Selection rules that add up scores of blocks, for which a maximum is none."""
 
@@ -104,6 +106,17 @@ class DSVConfig:
         "parents", "communicators of context parallelism, each several hundred MiB of a GPU. parents: one of all its "
         "ranks and one of those in a node. dedicated: one for each group of ranks in a plan. virtual: that of all "
         "its ranks alone.", choices=("parents", "dedicated", "virtual"))
+    dsv_cp_cluster: str | None = knob(
+        None, "what --dsv-cp-plan planned knows of GPUs and links: a YAML file, or one of configs/cluster by its name; "
+        "unset takes what was measured on H200.")
+    dsv_cp_calibration: str | None = knob(
+        None, "file that `dsv bench --calibrate` wrote on these machines, in place of --dsv-cp-cluster.")
+    dsv_cp_replan_interval: int | None = knob(
+        None, "least number of steps between two looks for a better context-parallel plan; unset looks after every "
+        "profile, and so does a layer that turns sparse or dense.", minimum=1)
+    dsv_cp_correction: bool = knob(
+        True, "correct predicted times by those that profiled steps measure, within bounds, so that plans depend on "
+        "them; never under --dsv-deterministic.")
 
     def validate(self) -> None:
         """Check every field and every rule between fields.
@@ -133,6 +146,17 @@ class DSVConfig:
         if self.dsv_selection_rule in MASS_RULES and self.dsv_score_reduction == "max":
             raise ValueError(f"--dsv-selection-rule {self.dsv_selection_rule} sums scores, so it needs "
                              "--dsv-score-reduction mass or lse, got max; with max use --dsv-selection-rule topk")
+        for name in PLANNING:
+            if getattr(self, name) is not None and self.dsv_cp_plan != "planned":
+                raise ValueError(f"{flag_of(name)} needs --dsv-cp-plan planned, got {self.dsv_cp_plan}; drop one")
+        if self.dsv_cp_cluster is not None and self.dsv_cp_calibration is not None:
+            raise ValueError("--dsv-cp-calibration holds a cluster of its own, so it excludes --dsv-cp-cluster, got "
+                             "both; drop --dsv-cp-cluster")
+
+    @property
+    def corrects_costs(self) -> bool:
+        """Whether measured block times act on context-parallel plans."""
+        return self.dsv_cp_correction and not self.dsv_deterministic
 
     @property
     def cube(self) -> tuple[int, int, int] | None:

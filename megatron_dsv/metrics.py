@@ -46,6 +46,9 @@ METRICS: dict[str, Metric] = {
     "dsv/tflops_dense": Metric("TFLOP/s/GPU", LAST, "arithmetic of the same step with full attention, per second"),
     "dsv/tflops_useful": Metric("TFLOP/s/GPU", LAST, "arithmetic that the kept keys need, per second"),
     "dsv/mfu": Metric("1", LAST, "useful arithmetic over the device's peak"),
+    "dsv/cp_plan": Metric("plans", LAST, "version of the context-parallel plan in force"),
+    "dsv/cp_predicted_ms": Metric("ms", LAST, "predicted time of all blocks' attention in the longest bucket"),
+    "dsv/cp_measured_ms": Metric("ms", LAST, "attention of all blocks of a micro-batch in the last profiled step"),
 }
 
 

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of one pass (default 1)")
     parser.add_argument("--layout", default=None, metavar="TPxPPxCPxDP", help="one layout, instead of all of them")
     parser.add_argument("--sparsity", default="dsv-2.7b", metavar="NAME_OR_JSON",
-                        help=f"{' or '.join(sparsity_traces.BUILT_IN)}, or a recorded trace (default dsv-2.7b)")
+                        help=f"{' or '.join(sparsity_traces.BUILT_IN)}, or what a run recorded: sparsity.jsonl in its "
+                             "folder, of which the last profile counts (default dsv-2.7b)")
     parser.add_argument("--sparsity-cap", type=float, default=0.95,
                         help="largest sparsity of a block that is believed (default 0.95)")
     parser.add_argument("--head-spread", type=float, default=0.5, help="spread of log density over heads (default 0.5)")
@@ -100,7 +101,7 @@ def build(args: argparse.Namespace, model: ModelShape, cluster: clusters.Cluster
 
 def statistics_of(args: argparse.Namespace, model: ModelShape) -> Callable[[int], Sequence[BlockStats]]:
     """Padded tokens -> statistics of every block, recorded or built in."""
-    if args.sparsity.endswith(".json"):
+    if args.sparsity.endswith((".json", ".jsonl")):
         recorded = sparsity_traces.load(args.sparsity, heads=model.heads, groups=model.groups)
         if len(recorded) != model.layers:
             raise ValueError(f"--sparsity {args.sparsity} must have the model's {model.layers} layers, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ SELECT, FORWARD, BACKWARD = "select", "forward", "backward"
 _Mark = float | torch.cuda.Event
 
 
+class Seen(NamedTuple):
+    """What a block's first selection in a step needs.
+
+    Attributes:
+        plan: of the block.
+        blocks: Nk, key blocks of the whole sequence.
+        needs: uint8 [n, g_h, Nk] of this rank's heads (ascending) and chunks of queries; None for a rank without heads.
+    """
+
+    plan: BlockPlan
+    blocks: int
+    needs: Tensor | None
+
+
 class BlockWatch:
     """Times and needs by block, while ``active``.
 
@@ -32,14 +47,14 @@ class BlockWatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.active = False
-        self.needs: dict[int, tuple[BlockPlan, Tensor | None]] = {}
+        self.seen: dict[int, Seen] = {}
         self._clock = clock
         self._spans: list[tuple[int, str, _Mark, _Mark]] = []
 
     def start(self) -> None:
         """Forgets the last step and watches from now on."""
         self.active = True
-        self.needs.clear()
+        self.seen.clear()
         self._spans.clear()
 
     def stop(self) -> None:
@@ -56,11 +71,11 @@ class BlockWatch:
         yield
         self._spans.append((layer, which, before, self._mark(device)))
 
-    def see(self, plan: BlockPlan, selection: KVSelection | None) -> None:
-        """Takes note of the first selection of a block in the step; None for a rank without heads."""
-        if self.active and plan.layer not in self.needs:
+    def see(self, plan: BlockPlan, selection: KVSelection | None, blocks: int) -> None:
+        """Takes note of the first selection of a block in the step (``Seen``); None for a rank without heads."""
+        if self.active and plan.layer not in self.seen:
             needs = None if selection is None else chunk_needs(selection, plan.g_h)
-            self.needs[plan.layer] = plan, needs
+            self.seen[plan.layer] = Seen(plan, blocks, needs)
 
     def milliseconds(self) -> dict[int, dict[str, float]]:
         """Block -> pass -> mean time of what was seen. Waits for the device."""

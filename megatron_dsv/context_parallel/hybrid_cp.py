@@ -81,7 +81,7 @@ class HybridScheme(AttentionScheme):
         if heads.mine:
             selection = select(queries, keys, self._head_ids(plan, heads.mine), self._group_ids(plan, q_lr.shape[0]))
             _check_selection(selection, plan, s * plan.g_h, s * plan.split.size, what)
-        self.manager.watch.see(plan, selection)
+        self.manager.watch.see(plan, selection, s * plan.split.size // plan.kv_block)
         exchange = None
         if plan.g_s > 1:
             exchange = SelectiveExchange(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_dsv.context_parallel.geometry import H_INNER, Split, check_split
@@ -39,6 +39,11 @@ class Topology(NamedTuple):
     def cp_per_node(self) -> int:
         """Context-parallel ranks of one group that lie in one node; at least 1."""
         return max(1, min(self.cp, self.domain // self.tp))
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"cp {self.cp}, tp {self.tp}, pp {self.pp}, {self.domain} GPUs a node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +128,6 @@ class BlockPlan:
         start = sum(sizes[:i])
         return self.unit_order[tp_rank][start:start + sizes[i]]
 
-    def for_selection(self, kv_block: int) -> BlockPlan:
-        """This plan, made to carry selections of blocks of ``kv_block`` keys if it is a dense block's.
-
-        Its exchange stays as it is: all rows travel, whatever is selected. So a dense block's predictor can be
-        examined, and a block that has just turned sparse can run before it is planned anew.
-        """
-        return self if self.sparse else replace(self, sparse=True, kv_block=kv_block)
-
     def loads(self, tp_rank: int) -> tuple[tuple[int, ...], ...]:
         """[g_h] ``units_of`` every head place of ``tp_rank``."""
         return tuple(self.units_of(tp_rank, i) for i in range(self.g_h))
@@ -211,7 +208,7 @@ class CPPlan:
             units: key/value heads of one tensor-parallel rank.
         """
         if self.topo != topo:
-            raise ValueError(f"plan was made for {_words(self.topo)}, the job runs {_words(topo)}; solve it anew")
+            raise ValueError(f"plan was made for {self.topo.words}, the job runs {topo.words}; solve it anew")
         if (len(self.blocks[0]), self.blocks[0][0].units) != (layers, units):
             raise ValueError(f"plan was made for {len(self.blocks[0])} blocks of {self.blocks[0][0].units} units a "
                              f"tensor-parallel rank, the model has {layers} of {units}; solve it anew")
@@ -299,7 +296,3 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return value
-
-
-def _words(topo: Topology) -> str:
-    return f"cp {topo.cp}, tp {topo.tp}, pp {topo.pp}, {topo.domain} GPUs a node"

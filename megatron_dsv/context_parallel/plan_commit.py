@@ -97,6 +97,20 @@ class PlanStore:
         return Decision(True)
 
 
+def told_by_first(payload: bytes | None, group: dist.ProcessGroup, device: torch.device, *, what: str,
+                  timeout: timedelta = timedelta(minutes=5)) -> bytes:
+    """Rank 0's bytes, on every rank of ``group``; the others pass None.
+
+    Args:
+        device: where messages live: the device of the group's backend.
+        what: the subject, for messages.
+
+    Raises:
+        TimeoutError, RuntimeError: as ``PlanStore.propose``.
+    """
+    return _Vote(group, device, timeout, what).broadcast(payload)
+
+
 class _Vote:
     """Three collectives that give up by name when a rank does not come."""
 

@@ -38,8 +38,8 @@ class Proposal:
     Attributes:
         plan: the plan.
         changed: blocks, of all buckets, that differ from the plan in force.
-        before_ns: predicted time of the plan in force under the new statistics, all blocks of all buckets; 0 if there
-            was none of these buckets.
+        before_ns: predicted time of the plan in force under the new statistics, all blocks of all buckets; 0 if that
+            plan was made without statistics or for other buckets.
         states: hysteresis of every bucket once the plan is in force.
     """
 
@@ -78,8 +78,8 @@ class Replanner:
     def solve(self, plan: CPPlan, profile: Profile, step: int) -> Proposal | None:
         """The plan for a new profile; None if every block keeps the plan in force.
 
-        A plan of other buckets is solved anew, without hysteresis. A proposal counts only when it is in force: until
-        ``states`` is set to its own, the next call decides as if there had been none.
+        A plan of other buckets, or of no statistics, is replaced at once. A proposal counts only when it is in force:
+        until ``states`` is set to its own, the next call decides as if there had been none.
 
         Args:
             plan: in force.
@@ -91,7 +91,7 @@ class Replanner:
         """
         problems = [(bucket, self._corrected(problem)) for bucket, problem in self.problems]
         version = plan.version + 1
-        if plan.buckets != self.buckets:
+        if plan.buckets != self.buckets or not plan.stats_digest:
             made = make_plan(problems, profile.stats, profile.sparse, version=version, effective_step=step,
                              calibration_digest=self.calibration_digest)
             fresh = tuple(replace(state, waited=(), changed=()) for state in self.states)
@@ -113,9 +113,10 @@ class Replanner:
                       tuple(after))
         return Proposal(made, changed, before, tuple(states))
 
-    def predicted_ms(self, plan: CPPlan, profile: Profile, bucket: int) -> list[float]:
-        """[layer] milliseconds of every block, not corrected by what was measured."""
+    def predicted_ms(self, plan: CPPlan, profile: Profile, bucket: int, *, tokens: int) -> list[float]:
+        """[layer] milliseconds of every block at a sequence length of the bucket, not corrected by measurements."""
         problem = self.problems[bucket][1]
+        problem = replace(problem, shape=replace(problem.shape, tokens=tokens))
         return [evaluate(problem, block, stats).total / 1e6
                 for block, stats in zip(plan.blocks[bucket], profile.stats[bucket])]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Sequence
@@ -86,19 +87,56 @@ def spread_heads(mean: float, heads: int, spread: float) -> tuple[float, ...]:
     return tuple(shares)
 
 
+def append(path: Path, stats: Sequence[BlockStats], *, step: int, tokens: int) -> None:
+    """Adds a profile to a trace: one line of JSON with ``step``, ``tokens`` and ``layers``.
+
+    A line that a killed run left unfinished is ended first, so that it spoils no other.
+    """
+    layers = [{"density": [round(share, 4) for share in block.density],
+               "coverage": {str(ranks): [round(share, 4) for share in row] for ranks, row in block.coverage}}
+              for block in stats]
+    line = json.dumps({"step": step, "tokens": tokens, "layers": layers}).encode() + b"\n"
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+        torn = end > 0 and file.read(1) != b"\n"
+        file.write(b"\n" + line if torn else line)
+
+
 def load(path: str, *, heads: int, groups: int) -> list[BlockStats]:
-    """A recorded trace: JSON with ``layers``, each with ``density`` [H] and ``coverage`` {ranks: [G]}.
+    """A recorded trace: the last profile of a run's ``.jsonl``, or JSON of one.
+
+    A profile has ``layers``, each with ``density`` [H] and ``coverage`` {ranks: [G]}.
 
     Raises:
         ValueError: one line that names the file and the layer.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        rows = data["layers"]
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"sparsity {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"sparsity {path}: must be JSON with a list `layers`") from None
+    data = _last_profile(text) if path.endswith(".jsonl") else _profile(text)
+    if data is None:
+        raise ValueError(f"sparsity {path}: must be JSON with a list `layers`" + (
+            ", a profile a line" if path.endswith(".jsonl") else ""))
+    return _blocks(path, data["layers"], heads, groups)
+
+
+def _last_profile(text: str) -> dict | None:
+    """The last whole line; a run that is killed may leave a part of one."""
+    return next((data for line in reversed(text.splitlines()) if (data := _profile(line)) is not None), None)
+
+
+def _profile(text: str) -> dict | None:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) and isinstance(data.get("layers"), list) else None
+
+
+def _blocks(path: str, rows: list, heads: int, groups: int) -> list[BlockStats]:
     stats = []
     for layer, row in enumerate(rows):
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
+from megatron_dsv.config import PLANNING
 from megatron_dsv.config_fields import flag_of
 
 _END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -23,6 +24,7 @@ def check_relations(args: argparse.Namespace) -> None:
     _check_schedule(args)
     _check_evaluation(args)
     _check_logging(args)
+    _check_planning(args)
 
 
 def layers_per_stage(args: argparse.Namespace) -> list[int]:
@@ -129,3 +131,9 @@ def _check_logging(args: argparse.Namespace) -> None:
         raise ValueError("--wandb-project needs --wandb-save-dir or --save, a folder to write to, got neither")
     if importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb-project needs wandb, which is not installed; install it, or use --tensorboard-dir")
+
+
+def _check_planning(args: argparse.Namespace) -> None:
+    for name in PLANNING:
+        if getattr(args, name) is not None and args.context_parallel_size == 1:
+            raise ValueError(f"{flag_of(name)} needs --context-parallel-size above 1, got 1; drop it")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dsv.config_fields import flag_of
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.config_fields import flag_of, from_args
+from megatron_dsv.training.cp_costs import costs_of
 
 _WRITTEN = ("save", "tensorboard_dir", "wandb_save_dir")
 _ANYWHERE = ("auto", "reference", "sdpa")
@@ -31,6 +33,8 @@ def check_host(args: argparse.Namespace) -> None:
         file = getattr(args, name, None)
         if file is not None and not Path(file).is_file():
             raise ValueError(f"{flag_of(name)} must be a file, got {file}, which does not exist")
+    if args.context_parallel_size > 1:
+        costs_of(from_args(DSVConfig, args), device=None, head_dim=args.kv_channels)
 
 
 def _check_devices(args: argparse.Namespace) -> None:

@@ -45,14 +45,14 @@ def watched(whole: Whole, seed: int) -> tuple[list[dict], list[list[float]]]:
     for number, split in enumerate(all_splits(problem.ranks)):
         plan = make_plan(split, problem, seed=seed, layer=number)
         run_block(scheme, whole, plan)
-        assert number not in manager.watch.needs, "off until it is started"
+        assert number not in manager.watch.seen, "off until it is started"
         manager.watch.start()
         run_block(scheme, whole, plan)
         manager.watch.stop()
         run_block(scheme, whole, plan)
         joined = torch.zeros(problem.units, problem.ranks, problem.tokens // problem.kv_block, dtype=torch.uint8)
-        seen, needs = manager.watch.needs[number]
-        assert seen == plan
+        seen, blocks, needs = manager.watch.seen[number]
+        assert (seen, blocks) == (plan, joined.shape[2])
         units = sorted(plan.units_of(0, split.h_rank(manager.rank)))
         if needs is not None:
             for row, unit in enumerate(units):

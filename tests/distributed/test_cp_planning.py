@@ -1,0 +1,334 @@
+"""Planning on ranks without a model: what is joined, who decides, and that nobody is left with another plan."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from cp_cases import Problem, Whole, run_block, share
+from cp_schemes import EXACT
+from test_cp_watch import naive_coverage
+
+from megatron_dsv import presets
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.block_watch import BlockWatch
+from megatron_dsv.context_parallel.geometry import Split
+from megatron_dsv.context_parallel.groups import CPGroupManager
+from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
+from megatron_dsv.context_parallel.plan import CPPlan, Topology, even_plan
+from megatron_dsv.context_parallel.plan_commit import PlanStore
+from megatron_dsv.context_parallel.scheme import Pending
+from megatron_dsv.metrics import Recorder
+from megatron_dsv.testing.ranks import run_ranks
+from megatron_dsv.training.cp_costs import costs_of, replanner_of
+from megatron_dsv.training.cp_planning import CPPlanning, PlanningGroups
+from megatron_dsv.training.cp_record import stored_text
+from megatron_dsv.training.cp_runtime import CPRuntime
+from megatron_dsv.training.plan_log import PlanLog
+
+LAYERS, HEADS, TOKENS = 2, 6, 65536
+READ = CPPlan.from_json
+
+
+class Layer(SimpleNamespace):
+    """What planning reads of an attention layer: budgets of its heads, and whether it is sparse."""
+
+    def __init__(self, number: int, tp_rank: int, heads: int, dsv: DSVConfig) -> None:
+        mine = range(tp_rank * heads, (tp_rank + 1) * heads)
+        super().__init__(number=number, dsv=dsv, statistics=object(), sparse=False, seed=0)
+        self.selector = SimpleNamespace(
+            query_heads=mine, attends_sparsely=lambda tokens: self.sparse,
+            budgets=lambda blocks: [math.ceil(blocks * kept_share(number, head, self.seed)) for head in mine])
+
+
+def kept_share(layer: int, head: int, seed: int) -> float:
+    return 0.01 + 0.6 * ((7 * layer + 5 * head * (seed + 1)) % 11 / 11) ** 3
+
+
+@pytest.fixture(scope="session")
+def slow_links(tmp_path_factory) -> str:
+    """A cluster on which what travels decides: heads where most keys of a peer are needed, else the sequence."""
+    text = presets.path("cluster/h200").read_text().replace("gbps: 292", "gbps: 2").replace("us: 38", "us: 1")
+    path = tmp_path_factory.mktemp("cluster") / "slow.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+class Job:
+    """Planning on this rank: tp ranks are neighbours, then context-parallel ranks, then replicas."""
+
+    def __init__(self, *, tp: int = 1, cp: int = 2, tokens: int = TOKENS, heads: int = HEADS, folder=None,
+                 **flags) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        topo = Topology(cp, tp, 1, 8)
+        model, context, data = None, None, None
+        for first in range(0, world, tp):
+            group = dist.new_group(range(first, first + tp))
+            model = group if rank in range(first, first + tp) else model
+        for replica, place in itertools.product(range(world // (tp * cp)), range(tp)):
+            ranks = [replica * tp * cp + c * tp + place for c in range(cp)]
+            group = dist.new_group(ranks)
+            context = group if rank in ranks else context
+        for place in range(tp):
+            ranks = list(range(place, world, tp))
+            group = dist.new_group(ranks)
+            data = group if rank in ranks else data
+        self.dsv = DSVConfig(dsv_profile_momentum=0.5, **flags)
+        self.layers = {number: Layer(number, rank % tp, heads // tp, self.dsv) for number in range(1, LAYERS + 1)}
+        first = even_plan(topo, layers=LAYERS, units=heads // tp, longest=tokens, g_h=1)
+        manager = CPGroupManager(context, node_ranks=cp)
+        store = PlanStore(first, manager, lambda plan: plan.check_job(topo=topo, layers=LAYERS, units=heads // tp))
+        self.runtime, self.args, self.recorder = CPRuntime(manager, store), argparse.Namespace(), Recorder()
+        planner = replanner_of(costs_of(self.dsv, device=None, head_dim=64), self.dsv, topo=topo,
+                               buckets=((1, tokens),), micro_batch=1, heads=heads, groups=heads, head_dim=64)
+        self.planning = CPPlanning(
+            self.runtime, planner, self.layers, self.dsv, self.args, PlanningGroups(dist.group.WORLD, model, data),
+            PlanLog(rank, folder, self.recorder), layers=LAYERS, heads=heads, kv_heads=heads)
+
+    @property
+    def plan(self) -> CPPlan:
+        return self.runtime.store.plan
+
+    def step(self, step: int, work=lambda scheme: None, *, profiles: bool = True) -> None:
+        """One step, finished as number ``step``."""
+        self.planning.begin_micro_batch(profiles=profiles, tokens=self.plan.buckets[-1][1])
+        work(self)
+        self.planning.end_step(step)
+
+    def turn(self, *sparse: bool, seed: int = 0) -> None:
+        """The layers' gates and budgets change."""
+        for layer, flag in zip(self.layers.values(), sparse):
+            layer.sparse, layer.seed = flag, seed
+
+
+def dense_then_sparse(folder, cluster) -> tuple:
+    job = Job(tp=2, cp=2, heads=16, folder=folder, dsv_cp_cluster=cluster)
+    job.planning.begin_run(None, 0)
+    dense = job.plan
+    job.step(1, profiles=False)
+    job.step(2)
+    assert job.plan is dense, "nothing changed"
+    job.turn(False, True)
+    job.step(4)
+    return dense, job.plan, stored_text(job.args)
+
+
+def test_all_ranks_take_one_plan_made_from_all_heads(tmp_path, slow_links):
+    ranks = run_ranks(dense_then_sparse, 8, tmp_path, slow_links, output=tmp_path / "logs")
+    assert len({(dense.digest, sparse.digest, stored) for dense, sparse, stored in ranks}) == 1
+    dense, sparse, _ = ranks[0]
+    assert (dense.version, sparse.version, sparse.effective_step) == (1, 2, 4)
+    assert [block.sparse for block in sparse.blocks[0]] == [False, True]
+    # Layer 2 with the heads of both tensor-parallel ranks, not those of rank 0 twice.
+    assert sparse.blocks[0][1].unit_order[0] != sparse.blocks[0][1].unit_order[1]
+    lines = (tmp_path / "logs" / "rank0.txt").read_text().splitlines()
+    assert lines[0].startswith(" plan 1 at step 0: ")
+    assert "1 of 2 changed; predicted " in lines[1]
+    assert " -> " in lines[1]
+    events = [line for line in (tmp_path / "plans.jsonl").read_text().splitlines() if "committed" in line]
+    assert len(events) == 2
+    assert all(not (tmp_path / "logs" / f"rank{rank}.txt").read_text() for rank in range(1, 8))
+
+
+def attend(whole: Whole, job: Job) -> None:
+    """Every layer's block runs once, as the plan in force splits it."""
+    problem, manager = whole.problem, job.runtime.manager
+    scheme = HybridScheme(manager, range(problem.heads), tp_rank=0, proxies=2, kernels=EXACT)
+    for block in job.plan.blocks[0]:
+        if block.sparse:
+            run_block(scheme, whole, block)
+        else:
+            q, k, v = (share(x, manager.rank, problem.ranks).clone().requires_grad_()
+                       for x in (whole.q, whole.k, whole.v))
+            scheme.attend(q, k, v, Pending(None, whole.kv_length, block), softmax_scale=1.0).sum().backward()
+
+
+def watched_coverage(whole: Whole, cluster: str) -> tuple:
+    job = Job(cp=4, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4,
+              dsv_kv_block_size=2, dsv_predictor_proxies=2, dsv_cp_cluster=cluster)
+    job.turn(True, True)
+    job.planning.begin_run(None, 0)
+    seen = []
+    for step in range(1, 4):
+        job.step(step, lambda job: attend(whole, job))
+        seen.append(({layer: dict(rows) for layer, rows in job.planning.record.coverage.items()},
+                     job.planning._profile().stats[0][1].coverage))
+    return seen
+
+
+def test_coverage_is_measured_under_every_plan_and_read_by_the_next(slow_links):
+    whole = Whole(Problem(4, units=4, padding=3))
+    expected = naive_coverage(whole, 4)
+    for seen in run_ranks(watched_coverage, 4, whole, slow_links):
+        for table, used in seen:
+            assert table.keys() == {0, 1}
+            for rows in table.values():
+                assert {ranks: pytest.approx(row, abs=1e-6) for ranks, row in expected.items()} == rows
+            assert {ranks: list(row) for ranks, row in used} == table[1]
+
+
+def refusals() -> list:
+    """Rank 3 reads another plan than it was sent, then refuses one, then takes it."""
+    job, seen = Job(cp=4), []
+    job.planning.begin_run(None, 0)
+    check = job.runtime.store._check
+
+    def too_large(plan: CPPlan) -> None:
+        raise ValueError("does not fit this rank")
+
+    for step, fault in ((2, "reads"), (4, "refuses"), (6, "none")):
+        job.turn(True, True, seed=1)
+        if dist.get_rank() == 3 and fault == "reads":
+            CPPlan.from_json = classmethod(lambda cls, text: READ(str(text, "utf-8").replace('"effective_step":2',
+                                                                                           '"effective_step":3')))
+        if dist.get_rank() == 3 and fault == "refuses":
+            job.runtime.store._check = too_large
+        job.step(step)
+        CPPlan.from_json, job.runtime.store._check = READ, check
+        seen.append((job.plan.version, job.plan.digest, [block.sparse for block in job.plan.blocks[0]]))
+    return seen
+
+
+def test_a_plan_that_one_rank_does_not_take_is_taken_by_none_and_proposed_again(tmp_path):
+    ranks = run_ranks(refusals, 4, output=tmp_path)
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+    assert [(version, sparse) for version, _, sparse in ranks[0]] == [
+        (1, [False, False]), (1, [False, False]), (2, [True, True])]
+    first, last = ((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 3))
+    assert " plan 2 at step 2 refused by all, plan 1 stays in force: the ranks read different plans" in first
+    assert " plan 2 at step 4 refused by rank 3, plan 1 stays in force: does not fit this rank" in last
+    assert "step 4" not in first
+    assert " plan 2 at step 6: " in first
+
+
+def saved(whole: Whole) -> tuple[str, CPPlan]:
+    job = Job(cp=4, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4,
+              dsv_kv_block_size=2, dsv_predictor_proxies=2)
+    job.turn(True, False)
+    job.planning.begin_run(None, 0)
+    job.step(2, lambda job: attend(whole, job))
+    job.turn(True, True)
+    job.step(4, lambda job: attend(whole, job))
+    return stored_text(job.args), job.plan
+
+
+def resumed(stored: str, cp: int, whole: Whole) -> tuple:
+    job = Job(cp=cp, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4,
+              dsv_kv_block_size=2, dsv_predictor_proxies=2)
+    job.turn(True, True)
+    solved = []
+    solve = job.planning.replanner.solve
+    job.planning.replanner.solve = lambda *args: solved.append(1) or solve(*args)
+    job.planning.begin_run(stored, 4)
+    return job.plan, bool(solved), job.planning.record.coverage, stored_text(job.args)
+
+
+def test_a_resumed_run_has_the_plan_it_had_and_another_topology_keeps_what_was_learned(tmp_path):
+    whole = Whole(Problem(4, units=4))
+    stored, plan = run_ranks(saved, 4, whole)[0]
+    assert plan.version == 2
+    for again, solved, table, text in run_ranks(resumed, 4, stored, 4, whole):
+        assert (again, solved, text) == (plan, False, stored)
+        assert table.keys() == {0}, "the other layer selected nothing yet"
+    for rank, (other, solved, halved, text) in enumerate(
+            run_ranks(resumed, 2, stored, 2, whole, output=tmp_path / "two")):
+        assert solved == (rank == 0)
+        assert (other.topo.cp, other.version) == (2, 1)
+        assert halved == table, "coverage does not depend on the topology"
+        assert text != stored
+    line = (tmp_path / "two" / "rank0.txt").read_text().splitlines()[0]
+    assert line == (" the checkpoint's plan is not taken up at step 4: it was made for cp 4, tp 1, pp 1, 8 GPUs a "
+                    "node, the job runs cp 2, tp 1, pp 1, 8 GPUs a node; it is solved anew")
+
+
+def test_a_damaged_record_costs_a_line_and_a_new_plan(tmp_path):
+    whole = Whole(Problem(2, units=4))
+
+    def once() -> tuple:
+        job = Job(cp=2, tokens=whole.problem.tokens, heads=4, dsv_q_block_size=4, dsv_kv_block_size=2,
+                  dsv_predictor_proxies=2)
+        job.planning.begin_run(None, 0)
+        return resumed(stored_text(job.args)[:100], 2, whole)
+
+    for plan, _, _, _ in run_ranks(once, 2, output=tmp_path):
+        assert plan.version == 1
+    lines = (tmp_path / "rank0.txt").read_text().splitlines()
+    assert lines[1].startswith(" the checkpoint's plan is not taken up at step 4: the record of planning cannot be "
+                               "read: ")
+    assert lines[2].startswith(" plan 1 at step 4: ")
+
+
+def timed(whole: Whole, **flags) -> tuple:
+    """Rank 1 is slow: its clock runs ten times as fast."""
+    job = Job(cp=2, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4, dsv_kv_block_size=2,
+              dsv_predictor_proxies=2, **flags)
+    ticks = itertools.count()
+    pace = 10 if dist.get_rank() == 1 else 1
+    job.runtime.manager.watch = BlockWatch(clock=lambda: next(ticks) * pace / 1000)
+    job.turn(True, False)
+    job.planning.begin_run(None, 0)
+    job.step(1, lambda job: attend(whole, job))
+    assert not job.planning.replanner.corrections.by_kind, "the first profiled step of a launch compiles"
+    job.step(2, lambda job: attend(whole, job))
+    predicted = job.planning.replanner.predicted_ms(job.plan, job.planning._profile(), 0, tokens=whole.problem.tokens)
+    return job.planning.replanner.corrections.to_data(), predicted, job.recorder.report()
+
+
+def test_measured_times_are_those_of_the_slowest_rank_and_act_on_all():
+    whole = Whole(Problem(2, units=4))
+    first, second = run_ranks(timed, 2, whole)
+    assert first == second
+    corrections, predicted, metrics = first
+    # A selection, a forward and a backward, ten milliseconds each; a dense block selects nothing.
+    for kind, expected, took in zip(("sparse", "dense"), predicted, (30.0, 20.0)):
+        (factor,) = [entry[0] for name, entry in corrections.items() if name.startswith(kind)]
+        assert factor == pytest.approx(took / expected, rel=1e-5)
+    assert metrics["dsv/cp_measured_ms"] == pytest.approx(50.0)
+    assert metrics["dsv/cp_plan"] == 1
+
+
+@pytest.mark.parametrize("flags", [{"dsv_cp_correction": False}, {"dsv_deterministic": True}], ids=["off", "repeat"])
+def test_times_act_on_nothing_when_plans_must_repeat(flags):
+    for corrections, _, metrics in run_ranks(lambda: timed(Whole(Problem(2, units=4)), **flags), 2):
+        assert corrections == {}
+        assert "dsv/cp_measured_ms" not in metrics
+
+
+def nothing_fits() -> tuple:
+    job = Job(cp=2)
+    job.planning.begin_run(None, 0)
+    planner = job.planning.replanner
+    bucket, problem = planner.problems[0]
+    from dataclasses import replace
+    planner.problems = ((bucket, replace(problem, model=replace(problem.model, memory_bytes=10))),)
+    job.turn(True, True)
+    job.step(2)
+    return job.plan.version, job.plan.blocks[0][0].split
+
+
+def test_a_job_for_which_no_plan_fits_keeps_its_plan(tmp_path):
+    for version, split in run_ranks(nothing_fits, 2, output=tmp_path):
+        assert (version, split.size) == (1, 2)
+        assert isinstance(split, Split)
+    assert " no new plan at step 2, plan 1 stays in force: block 0: attention takes" in (
+        tmp_path / "rank0.txt").read_text()
+
+
+def test_a_longer_interval_skips_profiles_but_not_a_layer_that_turns():
+    def run() -> list[int]:
+        job, looks = Job(cp=2, dsv_cp_replan_interval=10), []
+        solve = job.planning.replanner.solve
+        job.planning.replanner.solve = lambda plan, profile, step: looks.append(step) or solve(plan, profile, step)
+        job.planning.begin_run(None, 0)
+        for step in range(2, 28, 2):
+            job.turn(step >= 6, False)
+            job.step(step)
+        return looks
+
+    first, second = run_ranks(run, 2)
+    assert first == [0, 6, 16, 26]
+    assert second == [], "one rank solves"

@@ -1,0 +1,63 @@
+"""Where a run's costs come from, and what is said when the flags cannot be served."""
+
+import argparse
+import re
+
+import pytest
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel import cluster as clusters
+from megatron_dsv.context_parallel.calibration import Calibration
+from megatron_dsv.context_parallel.cost_model import Handling
+from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
+from megatron_dsv.training.cp_costs import costs_of
+from megatron_dsv.training.flag_relations import _check_planning
+
+
+def calibration() -> Calibration:
+    lines = [Line(100.0, 1e-6 * number) for number in range(1, 6)]
+    return Calibration(clusters.load("h800"), CalibratedKernels(*lines), Handling(), 64, 64, 128)
+
+
+def test_a_run_says_whose_constants_it_plans_with(tmp_path):
+    at_home = costs_of(DSVConfig(), device="NVIDIA H200", head_dim=128)
+    assert at_home.source == "the constants of h200"
+    foreign = costs_of(DSVConfig(), device=None, head_dim=128)
+    assert foreign.source == "the constants of h200, which this CPU is not; give --dsv-cp-cluster or " \
+        "--dsv-cp-calibration"
+    assert foreign.digest == at_home.digest
+    chosen = costs_of(DSVConfig(dsv_cp_cluster="h800"), device=None, head_dim=128)
+    assert chosen.source == "the constants of h800"
+    assert chosen.model.cluster == clusters.load("h800")
+    assert chosen.model.memory_bytes == clusters.load("h800").memory_gib * 2**30 / 4
+    file = tmp_path / "calibration.json"
+    calibration().save(file)
+    measured = costs_of(DSVConfig(dsv_cp_calibration=str(file)), device=None, head_dim=128)
+    assert measured.model.kernels == calibration().kernels
+    assert len({at_home.digest, chosen.digest, measured.digest}) == 3
+
+
+def test_what_cannot_be_read_names_the_flag(tmp_path):
+    file = tmp_path / "calibration.json"
+    calibration().save(file)
+    for flags, message in (
+            ({"dsv_cp_cluster": "b200"}, "--dsv-cp-cluster: no cluster 'b200'; clusters: "),
+            ({"dsv_cp_calibration": "none.json"}, "--dsv-cp-calibration: calibration none.json: cannot be read"),
+            ({"dsv_cp_calibration": str(file), "dsv_q_block_size": 32}, "--dsv-cp-calibration: the calibration was "
+             "measured with query groups of 64, key blocks of 64 and heads of 128, the job has 32, 64 and 128")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            costs_of(DSVConfig(**flags), device=None, head_dim=128)
+
+
+def test_planning_flags_need_planning():
+    with pytest.raises(ValueError, match="--dsv-cp-cluster needs --dsv-cp-plan planned, got heads; drop one"):
+        DSVConfig(dsv_cp_cluster="h200", dsv_cp_plan="heads").validate()
+    with pytest.raises(ValueError, match="--dsv-cp-calibration holds a cluster of its own, so it excludes"):
+        DSVConfig(dsv_cp_cluster="h200", dsv_cp_calibration="x").validate()
+    with pytest.raises(ValueError, match="--dsv-cp-replan-interval must be an integer, at least 1, got 0"):
+        DSVConfig(dsv_cp_replan_interval=0).validate()
+    args = argparse.Namespace(context_parallel_size=1, dsv_cp_cluster=None, dsv_cp_calibration=None,
+                              dsv_cp_replan_interval=5)
+    with pytest.raises(ValueError, match="--dsv-cp-replan-interval needs --context-parallel-size above 1, got 1"):
+        _check_planning(args)
+    assert DSVConfig(dsv_cp_correction=True, dsv_deterministic=True).corrects_costs is False
