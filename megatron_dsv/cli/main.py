@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     # name: (module in this package, one line of help)
     "plan": ("plan", "predict step time, memory and context-parallel plans of a job on a cluster"),
+    "bench": ("bench", "measure kernels and links of the GPUs at hand for plans"),
     "doctor": ("doctor", "print what is installed, what runs where and why"),
     "prepare": ("prepare", "turn a folder of videos and captions into a latent data set"),
     "sample": ("sample", "generate a video from a checkpoint"),

@@ -15,6 +15,7 @@ from megatron_dsv.cli.output_file import check_output_file
 from megatron_dsv.cli.plan_report import as_data, by_block, ranking, summary
 from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel import sparsity_traces
+from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout
 from megatron_dsv.context_parallel.kernel_rates import MeasuredKernels
 from megatron_dsv.context_parallel.model_shape import ModelShape
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="such as model/dsv-2.7b, or a file of its keys")
     parser.add_argument("--cluster", default="h200", metavar="NAME_OR_YAML",
                         help=f"one of {', '.join(clusters.names())}, or a file with the same keys (default h200)")
+    parser.add_argument("--calibration", default=None, metavar="FILE",
+                        help="constants of `dsv bench --calibrate` in place of the cluster's links and the measured "
+                             "kernels of its GPU")
     parser.add_argument("--gpus", type=int, default=None, help="GPUs of it, up to 4096 (default all)")
     parser.add_argument("--tokens", type=int, nargs="+", required=True, help="sequence lengths, one job each")
     parser.add_argument("--global-batch-size", type=int, default=None, help="samples of a step (default one a GPU)")
@@ -95,6 +99,11 @@ def build(args: argparse.Namespace, model: ModelShape, cluster: clusters.Cluster
     batch = args.global_batch_size if args.global_batch_size is not None else cluster.gpus * args.micro_batch_size
     job = Job(model, tokens, batch, args.micro_batch_size, args.q_block_size, args.kv_block_size,
               sparse=not args.dense, recompute=args.recompute)
+    if args.calibration is not None:
+        measured = Calibration.load(args.calibration)
+        measured.check(q_block=args.q_block_size, kv_block=args.kv_block_size, head_dim=model.head_dim)
+        return Simulator(measured.applied_to(cluster), measured.kernels, job, statistics_of(args, model),
+                         handling=measured.handling)
     kernels = MeasuredKernels(cluster.gpu, args.q_block_size, args.kv_block_size, cluster.kernel_speed)
     return Simulator(cluster, kernels, job, statistics_of(args, model))
 

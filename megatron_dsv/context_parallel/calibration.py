@@ -180,6 +180,12 @@ class Calibration:
         """The model with these constants; ``memory_bytes`` as there."""
         return CostModel(self.cluster, self.kernels, memory_bytes, handling=self.handling)
 
+    def applied_to(self, cluster: Cluster) -> Cluster:
+        """Another cluster, such as a larger one of the same machines, with what was measured here."""
+        mine = self.cluster
+        return dataclasses.replace(cluster, node_link=mine.node_link, network=mine.network, overlap=mine.overlap,
+                                   communicator_mib=mine.communicator_mib)
+
     def check(self, *, q_block: int, kv_block: int, head_dim: int) -> None:
         """Raises ValueError unless the kernels were measured at this granularity and head dim."""
         wanted, got = (q_block, kv_block, head_dim), (self.q_block, self.kv_block, self.head_dim)

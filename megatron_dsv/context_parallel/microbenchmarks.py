@@ -10,6 +10,7 @@ Symbols: C ranks.
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,12 @@ class Microbenchmarks:
     def __post_init__(self) -> None:
         self.ranks = 1 if self.group is None else self.group.size()
         self.watch = Stopwatch(self.device, self.group)
+        shape = self.sizes.shape
+        unit = self.ranks * math.lcm(shape.q_block, shape.kv_block)
+        for tokens in self.sizes.tokens:
+            if tokens < 1 or tokens % unit:
+                raise ValueError(f"tokens of a calibration must be multiples of {unit}, of {self.ranks} ranks x query "
+                                 f"groups of {shape.q_block} and key blocks of {shape.kv_block}, got {tokens}")
 
     def calibrate(self) -> Calibration:
         """Measures everything.

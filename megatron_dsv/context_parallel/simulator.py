@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_dsv.context_parallel.cluster import Cluster
-from megatron_dsv.context_parallel.cost_model import BYTES, AttentionShape, BlockCost, CostModel
+from megatron_dsv.context_parallel.cost_model import BYTES, AttentionShape, BlockCost, CostModel, Handling
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout, layouts, limit, topology
 from megatron_dsv.context_parallel.job_memory import memory_parts, usable_bytes, words
@@ -101,6 +101,7 @@ class Simulator:
         job: what is trained.
         stats: padded tokens -> statistics of every block.
         allowed: splits that plans may use; empty for every one.
+        handling: what rearranging tensors takes.
     """
 
     cluster: Cluster
@@ -108,6 +109,7 @@ class Simulator:
     job: Job
     stats: Stats
     allowed: tuple[Split, ...] = ()
+    handling: Handling = field(default_factory=Handling)
     _plans: dict[tuple[int, int, int], list[Candidate]] = field(default_factory=dict)
 
     def simulate(self, layout: JobLayout) -> Simulation | Refusal:
@@ -187,7 +189,7 @@ class Simulator:
 
     def problem(self, layout: JobLayout, memory: int) -> Problem:
         """What the planner solves for a layout, with ``memory`` bytes for a block's attention."""
-        return Problem(CostModel(self.cluster, self.kernels, memory), self._shape(layout),
+        return Problem(CostModel(self.cluster, self.kernels, memory, handling=self.handling), self._shape(layout),
                        topology(layout, self.cluster), allowed=self.allowed)
 
     def _plan(self, layout: JobLayout, memory: int) -> list[Candidate]:
@@ -309,4 +311,4 @@ class Simulator:
 def dense_twin(simulator: Simulator) -> Simulator:
     """The same job with dense attention everywhere, for comparison."""
     return Simulator(simulator.cluster, simulator.kernels, replace(simulator.job, sparse=False), simulator.stats,
-                     simulator.allowed)
+                     simulator.allowed, simulator.handling)
