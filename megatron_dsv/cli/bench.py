@@ -24,8 +24,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and where the constants go."""
     parser.add_argument("--calibrate", action="store_true",
-                        help="measure attention and selection; on several ranks (torchrun -m megatron_dsv.cli.main bench "
-                             "--calibrate) also exchanges and whole split blocks")
+                        help="measure attention and selection; on several ranks (torchrun -m megatron_dsv.cli.main "
+                             "bench --calibrate) also exchanges and whole split blocks")
     parser.add_argument("--output", default="calibration.json", metavar="FILE",
                         help="where the constants go (default calibration.json)")
     parser.add_argument("--cluster", default="h200", metavar="NAME_OR_YAML",
