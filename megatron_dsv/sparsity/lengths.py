@@ -21,7 +21,7 @@ def key_lengths(kv_length: Length, *, batch: int, num_kv_heads: int, num_keys: i
         kv_length: None for ``num_keys``, an int, or an integer tensor [b] or [b, G]. Keys at or after it are padding.
 
     Returns:
-        int32 [b, G] on ``device``. Nothing waits for the device.
+        int32 [b, G] on ``device``. Nothing waits for the device; lengths that lie there are clamped to 0..num_keys.
 
     Raises:
         ValueError: a length outside 0..num_keys that is known on the host, or a tensor of another shape or dtype.
@@ -39,6 +39,9 @@ def key_lengths(kv_length: Length, *, batch: int, num_kv_heads: int, num_keys: i
         _check_host_length("kv_length", int(kv_length.min()), num_keys)
         _check_host_length("kv_length", int(kv_length.max()), num_keys)
     lengths = _int32_on(kv_length, device)
+    if kv_length.device.type != "cpu":
+        # Kernels take a length at its word.
+        lengths = lengths.clamp(0, num_keys)
     return (lengths[:, None] if lengths.dim() == 1 else lengths).expand(batch, num_kv_heads).contiguous()
 
 

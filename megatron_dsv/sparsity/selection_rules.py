@@ -76,7 +76,7 @@ def select(scores: Tensor | ChunkedScores, *, rule: str, num_kv_heads: int, num_
         query_group_ids: int64 [Nq], the number of each row's group in the whole sequence; default 0, 1, ... A group
             knows its own blocks and its padding by this number.
         keep_own_block: force the blocks that overlap the group's own tokens (self-attention).
-        prefix_blocks: force this many leading blocks.
+        prefix_blocks: force this many leading blocks, at least 0.
         backend: of ``kernels.block_selection``.
 
     Returns:
@@ -87,6 +87,8 @@ def select(scores: Tensor | ChunkedScores, *, rule: str, num_kv_heads: int, num_
         ValueError: an unknown rule, shapes or budgets that do not fit, or scores that the rule cannot use.
     """
     chosen = _rule(rule, score_kind, theta)
+    if prefix_blocks < 0:
+        raise ValueError(f"prefix_blocks must be at least 0, got {prefix_blocks}")
     b, h, _, nk = _check_shapes(scores, num_kv_heads, num_queries, num_keys, q_block_size, kv_block_size,
                                  query_group_ids, query_length)
     device = scores.device
@@ -147,6 +149,8 @@ def _limits(rule: SelectionRule, name: str, heads: int, most: int, budgets: Sequ
 def _check_shapes(scores: Tensor | ChunkedScores, num_kv_heads: int, num_queries: int, num_keys: int, q_block_size: int,
                   kv_block_size: int, query_group_ids: Tensor | None,
                   query_length: Length) -> tuple[int, int, int, int]:
+    if q_block_size < 1 or kv_block_size < 1:
+        raise ValueError(f"q_block_size and kv_block_size must be at least 1, got {q_block_size} and {kv_block_size}")
     nq, nk = -(-num_queries // q_block_size), -(-num_keys // kv_block_size)
     dtype = scores.dtype if isinstance(scores, Tensor) else torch.float32
     if len(scores.shape) != 4 or tuple(scores.shape[2:]) != (nq, nk) or dtype != torch.float32:
@@ -154,8 +158,9 @@ def _check_shapes(scores: Tensor | ChunkedScores, num_kv_heads: int, num_queries
                          f"got {dtype} {tuple(scores.shape)}")
     if num_kv_heads < 1 or scores.shape[1] % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide the {scores.shape[1]} query heads, got {num_kv_heads}")
-    if query_group_ids is not None and query_group_ids.shape != (nq,):
-        raise ValueError(f"query_group_ids must be [{nq}], got {tuple(query_group_ids.shape)}")
+    if query_group_ids is not None and (query_group_ids.shape != (nq,) or query_group_ids.is_floating_point()):
+        raise ValueError(f"query_group_ids must be [{nq}] integers, got {query_group_ids.dtype} "
+                         f"{tuple(query_group_ids.shape)}")
     if query_group_ids is not None and query_length is None:
         raise ValueError("query_length must be given along with query_group_ids: the rows are a part of the sequence")
     return scores.shape[0], scores.shape[1], nq, nk

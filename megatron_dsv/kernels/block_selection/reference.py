@@ -91,7 +91,9 @@ def _keep_mass(rows: ScoredRows) -> Tensor:
     assert rows.mass is not None
     order = rows.ranking.argsort(dim=-1, descending=True, stable=True)
     running = rows.mass.gather(-1, order).cumsum(-1)
-    target = (running[..., -1:] * rows.theta + THETA_UNIT - 1) // THETA_UNIT
+    # In two parts: the product of a long row's whole mass and theta would not fit 64 bits.
+    total = running[..., -1:]
+    target = total // THETA_UNIT * rows.theta + (total % THETA_UNIT * rows.theta + THETA_UNIT - 1) // THETA_UNIT
     count = (running < target).sum(-1) + 1
     count = torch.maximum(torch.maximum(count, rows.num_forced), rows.floor[None, :, None])
     count = torch.minimum(count, rows.cap[None, :, None])

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dsv.kernels.selection import DENSE_ROW
+from megatron_dsv.sparsity.lengths import key_lengths
 from megatron_dsv.sparsity.selection_rules import RULES, select
 
 
@@ -199,6 +201,29 @@ def test_infinite_scores_stay_scores():
     assert kept_sets(basic(scores, head_budgets=[4])) == [[[[0, 1, 2, 4]]]]
 
 
+def test_the_mass_of_very_long_rows_is_not_cut_off():
+    """2^18 equal scores: their fixed-point sum times theta has more than 64 bits."""
+    keys = 2**18
+    selection = select(torch.full((1, 1, 1, keys), 1.9), rule="mass", num_kv_heads=1, num_queries=1, num_keys=keys,
+                       q_block_size=1, kv_block_size=1, theta=0.75, keep_own_block=False)
+    assert selection.row_count.item() == keys * 3 // 4
+
+
+def test_lengths_on_the_device_are_clamped_to_the_keys():
+    """Kernels read as far as a length says; only the host's can be refused. The meta device stands for any other."""
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func, args[1:]))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        key_lengths(torch.empty(2, dtype=torch.int32, device="meta"), batch=2, num_kv_heads=1, num_keys=40,
+                    device=torch.device("meta"))
+    assert (torch.ops.aten.clamp.default, (0, 40)) in seen
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"rule": "best"}, r"--dsv-selection-rule must be one of all, mass, topk, topk-mass, got 'best'"),
     ({"rule": "mass", "score_kind": "max"}, r"mass sums scores.*use rule topk"),
@@ -212,6 +237,9 @@ def test_infinite_scores_stay_scores():
     ({"kv_length": 41}, r"kv_length must be between 0 and the 40 keys passed, got 41"),
     ({"kv_length": torch.tensor([1.0])}, r"kv_length must be int32 or int64"),
     ({"kv_length": torch.zeros(3, dtype=torch.int32)}, r"kv_length must be an int, \[b\] or \[b, G\]"),
+    ({"prefix_blocks": -1}, r"prefix_blocks must be at least 0, got -1"),
+    ({"kv_block_size": 0}, r"q_block_size and kv_block_size must be at least 1, got 8 and 0"),
+    ({"query_group_ids": torch.zeros(3), "query_length": 9}, r"query_group_ids must be \[3\] integers, got"),
     ({"query_length": -1}, r"query_length must be at least 0"),
     ({"query_group_ids": torch.arange(3)}, r"query_length must be given along with query_group_ids"),
     ({"query_group_ids": torch.arange(4), "query_length": 9}, r"query_group_ids must be \[3\]"),
