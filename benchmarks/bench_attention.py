@@ -15,6 +15,8 @@ import argparse
 import functools
 import gc
 import importlib.metadata
+import math
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="render docs/kernels.md from --output and stop.")
     args = parser.parse_args(argv)
     output = args.output or (RESULTS if args.suite == "hopper" or args.report else None)
+    for path in args.merge or ([output] if args.report else []):
+        if not path.is_file():
+            parser.error(f"{'--merge' if args.merge else '--report'} needs a file of rows, found none at {path}")
     if args.report:
         report.write_tables(ROOT / "docs/kernels.md", report.load(output))
         print(report.goal_table(report.load(output)))
@@ -63,8 +68,12 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("--merge needs --output")
         report.merge(output, [row for path in args.merge for row in report.load(path)])
         return 0
+    if not 0 < args.seconds < math.inf:
+        parser.error(f"--seconds must be positive, got {args.seconds:g}")
+    if not re.fullmatch(r"\d+/\d+", args.part):
+        parser.error(f"--part must be i/n, such as 1/2, got {args.part!r}")
     try:
-        index, count = (int(number) for number in args.part.split("/"))
+        index, count = map(int, args.part.split("/"))
         groups = choose(suite(args.suite), (index, count), args.only)
     except ValueError as error:
         parser.error(str(error))

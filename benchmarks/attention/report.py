@@ -26,10 +26,9 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Writes ``rows`` in place of older ones of the same key, and returns all of them."""
-    fresh = {key(row) for row in rows}
-    kept = [row for row in load(path) if key(row) not in fresh]
-    merged = sorted(kept + list(rows), key=lambda row: tuple(map(str, key(row))))
+    """Writes ``rows`` in place of older ones of the same key, and returns all of them; of two the later one stays."""
+    newest = {key(row): row for row in (*load(path), *rows)}
+    merged = sorted(newest.values(), key=lambda row: tuple(map(str, key(row))))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
     return merged

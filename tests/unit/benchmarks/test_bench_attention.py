@@ -338,3 +338,29 @@ def test_parts_that_ran_side_by_side_are_merged(tmp_path):
     report.merge(output, [_row(), _row("16k")])
     assert bench_attention.main(["--output", str(output), "--merge", *map(str, parts)]) == 0
     assert {row["case"]: row["total_ms"] for row in report.load(output)} == {"64k": 5.0, "128k": 10.0, "16k": 10.0}
+
+
+def test_of_parts_that_overlap_the_last_row_stays(tmp_path):
+    parts = [tmp_path / "1.json", tmp_path / "2.json"]
+    report.merge(parts[0], [_row(total_ms=5.0), _row("dispatch-4k", keep_ratio=0.3)])
+    report.merge(parts[1], [_row(total_ms=6.0), _row("dispatch-4k", keep_ratio=0.1)])
+    output = tmp_path / "all.json"
+    for _ in range(2):
+        assert bench_attention.main(["--output", str(output), "--merge", *map(str, parts)]) == 0
+        assert [(row["case"], row["total_ms"], row["keep_ratio"]) for row in report.load(output)] == [
+            ("64k", 6.0, 0.1), ("dispatch-4k", 10.0, 0.1)]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--seconds", "0"], "--seconds must be positive, got 0"),
+    (["--seconds", "nan"], "--seconds must be positive, got nan"),
+    (["--part", "1"], "--part must be i/n, such as 1/2, got '1'"),
+    (["--part", "a/b"], "--part must be i/n, such as 1/2, got 'a/b'"),
+    (["--part", "3/2"], "--part must be i/n with 1 <= i <= n, got 3/2"),
+    (["--output", "/no/all.json", "--merge", "/no/such.json"], "--merge needs a file of rows, found none at /no/such"),
+    (["--output", "/no/such.json", "--report"], "--report needs a file of rows, found none at /no/such.json"),
+])
+def test_flags_that_ask_for_nothing_are_refused(flags, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_attention.main(flags)
+    assert words in capsys.readouterr().err
