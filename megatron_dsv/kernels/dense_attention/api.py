@@ -109,8 +109,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, soft
         if kv_length.dtype != torch.int32 or kv_length.shape != (b,):
             raise ValueError(f"kv_length must be an int32 tensor of shape {(b,)}, "
                              f"got {kv_length.dtype} {tuple(kv_length.shape)}")
-        if kv_length.device.type == "cpu" and not 0 <= int(kv_length.min()) <= int(kv_length.max()) <= sk:
+        if kv_length.device.type == "cpu" and b and not 0 <= int(kv_length.min()) <= int(kv_length.max()) <= sk:
             raise ValueError(f"kv_length must lie in [0, {sk}] for {sk} keys, got {kv_length.tolist()}")
+    elif kv_length is not None and not isinstance(kv_length, int):
+        raise ValueError(f"kv_length must be None, an int or an int32 tensor [b], got {type(kv_length).__name__}")
     elif kv_length is not None and not 0 <= kv_length <= sk:
         raise ValueError(f"kv_length must lie in [0, {sk}] for {sk} keys, got {kv_length}")
     return resolve_scale(softmax_scale, q)

@@ -15,7 +15,7 @@ def host_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice,
     """(batch slice, key length) pairs for k [sk, b, G, d], one for the whole batch when the lengths are equal."""
     if kv_length is None or isinstance(kv_length, int):
         return [(slice(None), k.shape[0] if kv_length is None else kv_length)]
-    lengths = kv_length.tolist()
+    lengths = kv_length.tolist() or [k.shape[0]]
     if len(set(lengths)) > 1:
         return [(slice(i, i + 1), length) for i, length in enumerate(lengths)]
     return [(slice(None), lengths[0])]

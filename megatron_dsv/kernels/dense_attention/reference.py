@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dsv.kernels.eager_attention import chunked_backward, chunked_forward
 
@@ -53,6 +54,7 @@ class _ReferenceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: Tensor):
         q, k, v, out, lse, length_tensor = ctx.saved_tensors
         kv_length = ctx.kv_length if length_tensor is None else length_tensor

@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, *,
             softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse [b, h, s] of q [s, b, h, d] over k, v [sk, b, G, d]; records no gradient."""
     outs, lses = [], []
-    for batch, length in _nonzero_lengths(k, kv_length):
+    for batch, length in _nonzero_lengths(q, k, kv_length):
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in slice_batch(batch, length, q, k, v))
         out, lse = _choose_pair(queries, keys)[0](queries, keys, values, softmax_scale)
         outs.append(out.permute(2, 0, 1, 3))
@@ -56,7 +56,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         raise NotImplementedError("backward of backend='sdpa' is not repeatable on CUDA; use backend='reference', or "
                                   "dense_attention under torch.use_deterministic_algorithms(True)")
     grads = []
-    for batch, length in _nonzero_lengths(k, kv_length):
+    for batch, length in _nonzero_lengths(q, k, kv_length):
         queries, keys, values, douts, outs = (
             x.permute(1, 2, 0, 3) for x in (*slice_batch(batch, length, q, k, v), dout[:, batch], out[:, batch]))
         dq, dk, dv = _choose_pair(queries, keys)[1](douts, queries, keys, values, outs, lse[batch], softmax_scale)
@@ -66,8 +66,11 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     return dq, dk, dv
 
 
-def _nonzero_lengths(k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice, int]]:
-    """``host_lengths``, of which none may be 0."""
+def _nonzero_lengths(q: Tensor, k: Tensor, kv_length: int | Tensor | None) -> list[tuple[slice, int]]:
+    """``host_lengths``, of which none may be 0, nor may q be empty: torch's kernel for CPUs divides by its size."""
+    if q.numel() == 0:
+        raise NotImplementedError("forward and backward of backend='sdpa' need at least one query, got q "
+                                  f"{tuple(q.shape)}; use backend='reference'")
     if not on_host(kv_length):
         raise NotImplementedError("forward and backward of backend='sdpa' need kv_length on the host; pass an int or a "
                                   "CPU tensor, or use backend='reference'")

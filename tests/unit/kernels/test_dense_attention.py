@@ -104,6 +104,23 @@ def test_reference_gradients_pass_gradcheck():
         [x.requires_grad_() for x in (q, k, v)])
 
 
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    q = torch.randn(3, 1, 1, 2, dtype=torch.float64, requires_grad=True)
+    out = api.dense_attention(q, q, q, backend="reference")
+    grad, = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_an_empty_batch_and_no_queries_end_in_nothing_or_in_a_way_out():
+    q, k, v, _ = random_qkv(CASES[0], dtype=torch.float32)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    assert api.dense_attention(q[:, :0], k[:, :0], v[:, :0], kv_length=nothing).shape == (19, 0, 2, 16)
+    assert api.forward(q[:0], k, v, backend="reference")[0].shape == (0, 1, 2, 16)
+    with pytest.raises(NotImplementedError, match=r"at least one query, got q .*; use backend='reference'"):
+        api.forward(q[:0], k, v, backend="sdpa")
+
+
 def test_chunks_do_not_change_the_result(monkeypatch):
     case = CASES[1]
     q, k, v, dout = random_qkv(case)
@@ -121,7 +138,9 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     ({"kv_length": 99}, ValueError, r"kv_length must lie in \[0, 19\] for 19 keys, got 99"),
     ({"kv_length": torch.tensor([20], dtype=torch.int32)}, ValueError, r"kv_length must lie in \[0, 19\].*got \[20\]"),
     ({"kv_length": torch.tensor([1, 2])}, ValueError, r"kv_length must be an int32 tensor of shape \(1,\)"),
-    ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be positive, got 0.0"),
+    ({"kv_length": 3.0}, ValueError, r"kv_length must be None, an int or an int32 tensor \[b\], got float"),
+    ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be positive and finite, got inf"),
+    ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be positive and finite, got 0.0"),
 ])
 def test_misuse_says_what_is_allowed(kwargs, error, message):
     q, k, v, _ = random_qkv(CASES[0])
@@ -133,6 +152,13 @@ def test_layout_errors_name_the_argument():
     q, k, v, _ = random_qkv(CASES[0])
     with pytest.raises(ValueError, match="v must have a last stride of 1"):
         api.dense_attention(q, k, v.transpose(0, 3).contiguous().transpose(0, 3))
+    out, lse = api.forward(q, k, v)
+    spread = out[..., :1].expand_as(q)
+    for name, dout, given in (("dout", spread, out), ("out", q, spread)):
+        with pytest.raises(ValueError, match=rf"{name} must have a last stride of 1, .*; pass {name}.contiguous\(\)"):
+            api.backward(dout, q, k, v, given, lse)
+    with pytest.raises(ValueError, match="lse must lie on the device of q, cpu, got meta"):
+        api.backward(q, q, k, v, out, lse.to("meta"))
     with pytest.raises(ValueError, match="query heads must be a multiple of key/value heads, got 3 and 2"):
         api.dense_attention(q[:, :, [0, 1, 1]], k, v)
     with pytest.raises(NotImplementedError, match="use backend='reference'"):
