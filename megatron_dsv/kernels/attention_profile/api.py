@@ -46,8 +46,10 @@ def block_mass(q: Tensor, k: Tensor, *, valid_rows: Tensor, kv_length: Tensor, q
         ValueError: shapes or backend do not fit.
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
+    if q_block_size < 1 or kv_block_size < 1:
+        raise ValueError(f"q_block_size and kv_block_size must be at least 1, got {q_block_size} and {kv_block_size}")
     if q.dim() != 4 or q.shape[0] % q_block_size:
-        raise ValueError(f"q_groups must be [n * {q_block_size}, b, h, d], got {tuple(q.shape)}")
+        raise ValueError(f"q must be [n * {q_block_size}, b, h, d], got {tuple(q.shape)}")
     if k.dim() != 4 or k.shape[1] != q.shape[1] or k.shape[3] != q.shape[3] or k.shape[2] == 0 \
             or q.shape[2] % k.shape[2]:
         raise ValueError(f"k must be [s, b, G, d] with h a multiple of G for q {tuple(q.shape)}, got {tuple(k.shape)}")
@@ -86,11 +88,13 @@ def smallest_set(mass: Tensor, target: float, *, backend: str = "auto") -> Tenso
         [...] in the dtype of ``mass``, at least 1; NaN where a row holds NaN.
 
     Raises:
-        ValueError: width or backend do not fit.
+        ValueError: width, target or backend do not fit.
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     if mass.dim() == 0 or mass.shape[-1] == 0:
         raise ValueError(f"mass must be [..., width] with a width of at least 1, got {list(mass.shape)}")
+    if not 0.0 < target <= 1.0:
+        raise ValueError(f"target must be in (0, 1], got {target}")
     match _resolve("smallest_set", backend, mass, mass.dtype == torch.float32):
         case "reference":
             return reference.smallest_set(mass, target)

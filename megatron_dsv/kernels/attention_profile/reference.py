@@ -32,9 +32,9 @@ def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q
                 mass = logits.masked_fill_(padding, -torch.inf).softmax(-1)
                 # Without a real key a softmax is NaN.
                 unread = ~valid_rows[tile, batch, None] | (kv_length[batch, kv_head] == 0)
-                mass = mass.masked_fill(unread, 0.0).reshape(-1, q_block_size, s).sum(1)
+                mass = mass.masked_fill(unread, 0.0).unflatten(0, (-1, q_block_size)).sum(1)
                 mass = torch.nn.functional.pad(mass, (0, blocks * kv_block_size - s))
-                out[batch, head, first:first + step] = mass.reshape(-1, blocks, kv_block_size).sum(-1)
+                out[batch, head, first:first + step] = mass.unflatten(1, (blocks, kv_block_size)).sum(-1)
     return out
 
 

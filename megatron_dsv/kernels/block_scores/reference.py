@@ -23,8 +23,8 @@ def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxi
     acc = torch.float64 if q_lr.dtype == torch.float64 else torch.float32
     kept = q_lr.to(acc).masked_fill(~valid[..., None, None], 0)
     tail = groups * q_block_size - s
-    chunks = F.pad(kept, (0, 0, 0, 0, 0, 0, 0, tail)).reshape(groups * proxies, -1, b, h, r).sum(1)
-    counts = F.pad(valid.to(acc), (0, 0, 0, tail)).reshape(groups * proxies, -1, b).sum(1)
+    chunks = F.pad(kept, (0, 0, 0, 0, 0, 0, 0, tail)).reshape(groups * proxies, q_block_size // proxies, b, h, r).sum(1)
+    counts = F.pad(valid.to(acc), (0, 0, 0, tail)).reshape(groups * proxies, q_block_size // proxies, b).sum(1)
     return (chunks / counts.clamp_min(1)[..., None, None]).to(q_lr.dtype)
 
 
@@ -39,7 +39,7 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_
     keys = k_lr.permute(1, 2, 3, 0)
     padding = (torch.arange(sk, device=k_lr.device) >= kv_length[..., None])[:, :, None, None, None, :]
     # A chunk holds the logits, their exponentials and a padded copy at once.
-    step = max(1, _TEMPORARY_BYTES // (3 * 4 * b * h * proxies * max(1, sk)))
+    step = max(1, _TEMPORARY_BYTES // (3 * 4 * max(1, b * h * proxies * sk)))
     parts = []
     for first in range(0, groups, step):
         logits = _logits(queries[:, :, :, first:first + step], keys)

@@ -79,6 +79,9 @@ def row_gradients(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: T
         fp32 (fp64 for fp64).
     """
     _check(q_lr, k_lr, q, k, kv_length)
+    rows, b, h, _ = q.shape
+    if coefficients.shape != (4, b, h, rows):
+        raise ValueError(f"coefficients must be [4, b, h, R] = {[4, b, h, rows]}, got {list(coefficients.shape)}")
     match _resolve(backend, q_lr, k_lr, q, k):
         case "reference":
             return reference.gradients(q_lr, k_lr, q, k, kv_length, coefficients)

@@ -91,9 +91,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, softmax_scal
         raise ValueError(f"selection.row_start must be [b, h, Nq] = {rows}, got {tuple(selection.row_start.shape)}")
     if tuple(selection.kv_length.shape) != lengths:
         raise ValueError(f"selection.kv_length must be [b, G] = {lengths}, got {tuple(selection.kv_length.shape)}")
-    if selection.kv_indices.device != q.device:
-        raise ValueError(f"selection must lie on the device of q, {q.device}, got {selection.kv_indices.device}")
     twin = selection.transposed
+    for part in (selection,) if twin is None else (selection, twin):
+        for x in (part.kv_indices, part.row_start, part.row_count, part.kv_length):
+            if x.device != q.device:
+                raise ValueError(f"selection must lie on the device of q, {q.device}, got {x.device}")
     twin_rows = (*rows[:2], selection.num_kv_blocks)
     if twin is not None and tuple(twin.row_start.shape) != twin_rows:
         raise ValueError(f"selection.transposed.row_start must be [b, h, Nk] = {twin_rows}, "

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dsv.kernels.attention_layout import resolve_scale
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
 from megatron_dsv.kernels.token_topk import reference
 
@@ -59,8 +60,8 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
             it attend to nothing.
         query_group_ids: integer tensor [Nq], each group's number in the whole sequence; default 0, 1, ...
         keep_own_tokens: force the group's own tokens (self-attention).
-        prefix_tokens: force this many leading tokens.
-        softmax_scale: default 1 / sqrt(r).
+        prefix_tokens: force this many leading tokens, at least 0.
+        softmax_scale: default 1 / sqrt(r); positive.
         backend: one of ``BACKENDS``.
 
     Returns:
@@ -72,7 +73,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     b, h, groups = _check(q_pooled, k_lr, proxies, reduction, backend, num_queries, q_block_size, head_budgets,
-                          query_group_ids, query_length)
+                          query_group_ids, query_length, prefix_tokens)
     sk, device = k_lr.shape[0], k_lr.device
     lengths, most = _length("kv_length", kv_length, sk, sk, (b, k_lr.shape[2]), device)
     reals, _ = _length("query_length", query_length, num_queries, None, (b,), device)
@@ -90,7 +91,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
         "budgets": host[2].to(torch.int32), "kv_length": lengths, "query_length": reals, "group_ids": ids,
         "proxies": proxies, "reduction": reduction, "keep_own": keep_own_tokens, "prefix": prefix_tokens,
         "q_block_size": q_block_size, "longest": max(widths),
-        "softmax_scale": q_pooled.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)}
+        "softmax_scale": resolve_scale(softmax_scale, q_pooled)}
     match _resolve(backend, q_pooled):
         case "reference":
             row_count = reference.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
@@ -106,7 +107,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
 
 def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend: str, num_queries: int,
            q_block_size: int, head_budgets: Sequence[int], query_group_ids: Tensor | None,
-           query_length: int | Tensor | None) -> tuple[int, int, int]:
+           query_length: int | Tensor | None, prefix_tokens: int) -> tuple[int, int, int]:
     """(b, h, Nq)."""
     if backend not in BACKENDS:
         raise ValueError(f"backend of token_topk must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -127,8 +128,11 @@ def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend
                          f"queries, got {rows}")
     if len(head_budgets) != h or min(head_budgets) < 1:
         raise ValueError(f"head_budgets must be {h} ints of at least 1, one for each head, got {list(head_budgets)}")
-    if query_group_ids is not None and query_group_ids.shape != (groups,):
-        raise ValueError(f"query_group_ids must be [{groups}], got {tuple(query_group_ids.shape)}")
+    if prefix_tokens < 0:
+        raise ValueError(f"prefix_tokens must be at least 0, got {prefix_tokens}")
+    if query_group_ids is not None and (query_group_ids.shape != (groups,) or query_group_ids.is_floating_point()):
+        raise ValueError(f"query_group_ids must be [{groups}] integers, got {query_group_ids.dtype} "
+                         f"{tuple(query_group_ids.shape)}")
     if query_group_ids is not None and query_length is None:
         raise ValueError("query_length must be given along with query_group_ids: the rows are a part of the sequence")
     return b, h, groups
@@ -136,16 +140,28 @@ def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend
 
 def _length(name: str, length: int | Tensor | None, default: int, limit: int | None, shape: tuple[int, ...],
             device: torch.device) -> tuple[Tensor, int]:
-    """``length`` as int32 of ``shape``, and the largest value that the host can know."""
+    """``length`` as int32 of ``shape``, and the largest value that the host can know.
+
+    What is known here must lie in [0, limit]; what only the device knows is clamped, so that nothing reads past it.
+    """
+    def check(lowest: int, highest: int) -> None:
+        if lowest < 0 or (limit is not None and highest > limit):
+            allowed = "be at least 0" if limit is None else f"lie in [0, {limit}]"
+            raise ValueError(f"{name} must {allowed}, got {lowest if lowest < 0 else highest}")
+
     length = default if length is None else length
     if isinstance(length, int):
-        if length < 0 or (limit is not None and length > limit):
-            raise ValueError(f"{name} must lie in [0, {limit}], got {length}")
+        check(length, length)
         return torch.full(shape, length, dtype=torch.int32, device=device), length
     if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
         raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
                          f"got {length.dtype} {tuple(length.shape)}")
-    most = int(length.max()) if length.device.type == "cpu" and length.numel() else default
+    most = default
+    if length.device.type == "cpu" and length.numel():
+        most = int(length.max())
+        check(int(length.min()), most)
+    elif limit is not None:
+        length = length.clamp(0, limit)
     length = length.to(device=device, dtype=torch.int32, non_blocking=True)
     return (length if length.dim() == len(shape) else length[:, None].expand(shape).contiguous()), min(most, default)
 

@@ -104,6 +104,13 @@ def test_mass_is_differentiable():
         torch.testing.assert_close(mine, exact, rtol=1e-6, atol=1e-7)
 
 
+def test_nothing_to_pool_or_to_score():
+    q, k = torch.randn(4, 1, 2, 8), torch.randn(16, 1, 2, 8)
+    assert pool_queries(q[:0], q_block_size=16).shape == (0, 1, 2, 8)
+    assert block_scores(q[:, :0], k[:, :0], kv_block_size=4).shape == (0, 2, 4, 4)
+    assert block_scores(q, k[:0], kv_block_size=4).shape == (1, 2, 4, 0)
+
+
 def test_misuse_says_what_is_allowed():
     q, k = torch.randn(4, 1, 2, 8), torch.randn(16, 1, 2, 8)
     with pytest.raises(ValueError, match="reduction must be one of mass, lse, max, got 'sum'"):

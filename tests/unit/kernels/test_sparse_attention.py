@@ -194,6 +194,9 @@ def test_misuse_says_what_is_allowed():
     with pytest.raises(ValueError, match=r"row_start must be \[b, h, Nq\] = \(1, 2, 2\)"):
         api.sparse_attention(q, k, v, replace(selection, row_count=selection.row_count[..., :1],
                                               row_start=selection.row_start[..., :1]))
+    for name in ("kv_indices", "row_start", "row_count", "kv_length"):
+        with pytest.raises(ValueError, match="selection must lie on the device of q, cpu, got meta"):
+            api.sparse_attention(q, k, v, replace(selection, **{name: getattr(selection, name).to("meta")}))
     with pytest.raises(NotImplementedError, match=r"backend='triton' needs CUDA tensors .*use backend='reference'"):
         api.sparse_attention(q, k, v, selection, backend="triton")
 

@@ -66,6 +66,12 @@ def test_forced_tokens_raise_the_budget_and_group_numbers_move_them():
     ({"num_queries": 300}, "q_pooled must hold 4 rows for each of the 10 groups"),
     ({"kv_length": 201}, "kv_length must lie in .0, 200., got 201"),
     ({"kv_length": torch.tensor([1, 2, 3])}, "kv_length must be an integer tensor of shape"),
+    ({"kv_length": torch.tensor([201, 3])}, "kv_length must lie in .0, 200., got 201"),
+    ({"kv_length": torch.tensor([200, -3])}, "kv_length must lie in .0, 200., got -3"),
+    ({"query_length": -1}, "query_length must be at least 0, got -1"),
+    ({"prefix_tokens": -1}, "prefix_tokens must be at least 0, got -1"),
+    ({"softmax_scale": -1.0}, "softmax_scale must be positive and finite, got -1.0"),
+    ({"query_group_ids": torch.zeros(7), "query_length": 9}, r"query_group_ids must be \[7\] integers, got"),
     ({"query_group_ids": torch.arange(7)}, "query_length must be given along with query_group_ids"),
 ])
 def test_misuse_is_named(changes, message):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dsv.kernels.predictor_loss.api import row_gradients
 from megatron_dsv.sparsity.predictor_loss import predictor_loss, predictor_loss_and_grads
 
 
@@ -222,5 +223,7 @@ def test_misuse_is_named(index, shape, message):
     values[index] = torch.zeros(shape)
     with pytest.raises(ValueError, match=message):
         predictor_loss(*values, softmax_scale=0.4)
+    with pytest.raises(ValueError, match=r"coefficients must be \[4, b, h, R\] = \[4, 1, 2, 3\], got \[4, 1, 2, 9\]"):
+        row_gradients(*make(9, 3, 9, 1, 2, 2), torch.full((1, 2), 9, dtype=torch.int32), torch.zeros(4, 1, 2, 9))
     with pytest.raises(ValueError, match=r"row_mask must be bool \[3, 1\]"):
         predictor_loss(*make(9, 3, 9, 1, 2, 2), softmax_scale=0.4, row_mask=torch.ones(3, 1))

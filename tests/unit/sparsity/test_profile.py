@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dsv.kernels.attention_profile.api import smallest_set
+from megatron_dsv.kernels.attention_profile.api import block_mass, smallest_set
 from megatron_dsv.kernels.selection import from_block_mask
 from megatron_dsv.sparsity.profile import (
     FIELDS,
@@ -215,3 +215,19 @@ def test_a_backend_that_cannot_serve_is_named(op):
 def test_a_row_without_entries_has_no_smallest_set():
     with pytest.raises(ValueError, match=r"with a width of at least 1, got \[2, 0\]"):
         smallest_set(torch.ones(2, 0), 0.9)
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, 1.5, math.nan])
+def test_a_target_that_no_set_has_is_refused(target):
+    with pytest.raises(ValueError, match=rf"target must be in \(0, 1\], got {target}"):
+        smallest_set(torch.ones(2, 3), target)
+
+
+def test_block_mass_of_no_keys_is_empty_and_of_no_block_size_refused():
+    q, k = torch.ones(4, 1, 2, 8), torch.ones(0, 1, 2, 8)
+    arguments = {"valid_rows": torch.ones(4, 1, dtype=torch.bool), "kv_length": torch.zeros(1, 2, dtype=torch.int32),
+                 "softmax_scale": 1.0}
+    assert block_mass(q, k, q_block_size=2, kv_block_size=16, **arguments).shape == (1, 2, 2, 0)
+    for sizes in ((0, 16), (2, 0)):
+        with pytest.raises(ValueError, match=f"q_block_size and kv_block_size must be at least 1, got {sizes[0]} and"):
+            block_mass(q, k, q_block_size=sizes[0], kv_block_size=sizes[1], **arguments)
