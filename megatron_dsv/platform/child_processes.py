@@ -13,7 +13,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing import connection
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -23,16 +25,26 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 def end_with_parent() -> None:
     """To be called first in a child of `multiprocessing`: it is killed when its parent ends, however that ends.
 
-    Linux watches the thread that started the child, which must live as long as the parent. Sockets that a fork copied
-    are let go of: they belong to the parent's process groups. Elsewhere than in such a child it does nothing.
+    Linux watches the thread that started the child, which must live as long as the parent. A fork server, which is
+    then the one that started it, lives as long as its children do, so that a thread of the child watches the parent.
+    Sockets that a fork copied are let go of: they belong to the parent's process groups. Elsewhere than in such a child
+    it does nothing.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    starter = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent.pid:  # it ended before the kernel was told
+    if os.getppid() != starter or not parent.is_alive():  # it ended before the kernel was told
         os._exit(1)
+    if starter != parent.pid:
+        threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
     _release_sockets()
+
+
+def _end_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
 
 
 def end_with_launcher() -> None:

@@ -46,20 +46,28 @@ def _data_loader() -> Any:
     return items
 
 
-def _waits_for_ever() -> None:
+def _waits_for_ever(writer: Any) -> None:
     child_processes.end_with_parent()
+    writer.send("lives")
     signal.pause()
 
 
-def _helper() -> Any:
-    process = multiprocessing.get_context("fork").Process(target=_waits_for_ever)
-    process.start()
-    return process
+def _helper(mode: str) -> Callable[[], Any]:
+    def start() -> Any:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context(mode).Process(target=_waits_for_ever, args=(writer,))
+        process.start()
+        writer.close()
+        assert reader.recv() == "lives"
+        return process
+
+    return start
 
 
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(number) for number in file.read().split()]
+def _descendants(process: int) -> list[int]:
+    with open(f"/proc/{process}/task/{process}/children") as file:
+        children = [int(number) for number in file.read().split()]
+    return children + [one for child in children for one in _descendants(child)]
 
 
 def _sockets(process: int) -> set[str]:
@@ -85,13 +93,14 @@ def _rank(start: Callable[[], Any], writer: Any) -> None:
     kept = start()
     time.sleep(0.2)  # a forked helper lets go of what it inherited
     mine = os.readlink(f"/proc/self/fd/{listener.fileno()}")
-    writer.send([(child, mine in _sockets(child)) for child in _children()])
+    writer.send([(child, mine in _sockets(child)) for child in _descendants(os.getpid())])
     signal.pause()
     del kept
 
 
 HELPERS = {"save-queue-forked": _save_queue("fork"), "save-queue-spawned": _save_queue("spawn"),
-           "data-loader": _data_loader, "any": _helper}
+           "data-loader": _data_loader, "forked": _helper("fork"), "spawned": _helper("spawn"),
+           "from-a-fork-server": _helper("forkserver")}
 
 
 @pytest.mark.parametrize("helper", HELPERS)
