@@ -25,9 +25,11 @@ from megatron_dsv.kernels.sparse_attention.api import sparse_attention
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
 from megatron_dsv.sparsity.sampling import sample_rows
 from megatron_dsv.sparsity.selection_rules import select
+from megatron_dsv.transformer.layer_statistics import LayerStatistics
 from megatron_dsv.transformer.predictor import LowRankPredictor
 from megatron_dsv.transformer.predictor_teacher import PredictorInput, examine, learn
 from megatron_dsv.transformer.rope3d import RopeTables
+from megatron_dsv.transformer.selector import Selector
 
 PARTS = ("dense", "sparse", "predictor")
 
@@ -168,12 +170,15 @@ def predictor_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     angles = torch.rand(args.tokens, args.rank // 2, device="cuda")
     rope = RopeTables(angles, angles, angles.cos(), angles.sin())
     length = torch.tensor([args.tokens], dtype=torch.int32)
-    common = {"dsv": dsv, "kv_length": length, "softmax_scale": scale, "step": 0}
-    scheme = LocalScheme(query_heads=heads, proxies=4)
+    source, selector = PredictorInput(x, x, rope), Selector(dsv, layer_number=1, query_heads=heads,
+                                                            num_kv_heads=args.heads, head_dim=args.head_dim,
+                                                            statistics=LayerStatistics(args.heads, None))
+    common = {"dsv": dsv, "kv_length": length, "softmax_scale": scale, "step": 0,
+              "scheme": LocalScheme(query_heads=heads, proxies=4)}
     found.append({"what": "a layer's learning, default stride: rows, projections, rotation, loss, weight gradients",
-                  "ms": milliseconds(lambda: learn(predictor, PredictorInput(x, x, rope), q, k, **common,
-                                                   scheme=scheme))})
-    found.append({"what": "profile of 8 query groups", "ms": milliseconds(lambda: examine(q, k, None, **common))})
+                  "ms": milliseconds(lambda: learn(predictor, source, q, k, **common))})
+    found.append({"what": "profile of 8 query groups",
+                  "ms": milliseconds(lambda: examine(predictor, source, q, k, selector, **common))})
     return found
 
 

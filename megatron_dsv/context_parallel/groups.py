@@ -133,6 +133,11 @@ class CPGroupManager:
             self._groups[family] = SubGroup(str(family), ranks, ranks.index(self.rank), communicator, self.log)
         return len(self._made) - before
 
+    @property
+    def everyone(self) -> SubGroup:
+        """All ranks as one subgroup, whatever was prepared."""
+        return SubGroup(f"contiguous({self.size})", self._whole.ranks, self.rank, self._whole, self.log)
+
     def head_group(self, split: Split) -> SubGroup:
         """This rank's head group. Raises ValueError unless the split was prepared."""
         return self._prepared(families(split)[0], split)

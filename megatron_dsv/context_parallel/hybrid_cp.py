@@ -124,6 +124,19 @@ class HybridScheme(AttentionScheme):
         """Sum over the context-parallel ranks."""
         return self.manager.all_reduce(sums, "sums of sampled rows")
 
+    def own_length(self, kv_length: Tensor, tokens: int) -> Tensor:
+        """Real ones among this rank's ``tokens``, int32 [b] like ``kv_length``, which counts the whole sequence's."""
+        return (kv_length - self.manager.rank * tokens).clamp(0, tokens)
+
+    @torch.no_grad()
+    def by_heads(self, x: Tensor) -> tuple[Tensor, range]:
+        """x [s, b, n, c] of this rank's tokens -> [S, b, n', c] of all tokens, and which of the n heads the n' are."""
+        ranks = self.manager.size
+        shares = [range(x.shape[2] * rank // ranks, x.shape[2] * (rank + 1) // ranks) for rank in range(ranks)]
+        exchange = HeadExchange(self.manager.everyone, tuple(tuple(heads) for heads in shares))
+        traded, = exchange.to_heads([x], "tokens for whole heads")
+        return traded, shares[self.manager.rank]
+
     def _exchange_without_rows(self, plan: BlockPlan, q: Tensor, pending: Pending) -> Exchange:
         s, b = q.shape[:2]
         stages, group = self._key_stages(plan, s, s), self.manager.sequence_group(plan.split)

@@ -52,3 +52,11 @@ class LocalScheme(AttentionScheme):
     def reduce_rows(self, sums: Tensor) -> Tensor:
         """Statistics of rows whose keys are spread over ranks; one rank holds whole rows, so this is the identity."""
         return sums
+
+    def own_length(self, kv_length: Tensor, tokens: int) -> Tensor:
+        """All of them."""
+        return kv_length
+
+    def by_heads(self, x: Tensor) -> tuple[Tensor, range]:
+        """x [s, b, n, c] itself, and all of its heads."""
+        return x.detach(), range(x.shape[2])

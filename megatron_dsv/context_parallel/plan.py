@@ -10,6 +10,7 @@ Symbols: g_h x g_s = cp (see ``geometry``), G key/value units of one tensor-para
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -261,6 +262,18 @@ class CPPlan:
     def digest_bits(self) -> int:
         """63 bits of the digest: fits an int64 with its sign, so that ranks can compare by reductions."""
         return int(self.digest[:16], 16) >> 1
+
+
+@functools.lru_cache(maxsize=4096)
+def attending(block: BlockPlan, *, sparse: bool, kv_block: int) -> BlockPlan:
+    """``block`` for a layer that attends sparsely, or densely, whatever the plan foresaw: the split and heads stay.
+
+    Plans change between steps alone, but a layer that passes or leaves its gate attends otherwise at once.
+    """
+    if block.sparse == sparse:
+        return block
+    exchange = NONE if block.g_s == 1 else SELECTIVE if sparse else GATHER
+    return dataclasses.replace(block, sparse=sparse, kv_exchange=exchange, kv_block=kv_block if sparse else 1)
 
 
 def even_block(layer: int, split: Split, *, tp: int, units: int, sparse: bool, kv_block: int = 1,

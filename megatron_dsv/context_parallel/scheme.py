@@ -53,3 +53,12 @@ class AttentionScheme(Protocol):
 
     def reduce_rows(self, sums: Tensor) -> Tensor:
         """Sums over the ranks that the keys of a row are spread over."""
+
+    def own_length(self, kv_length: Tensor, tokens: int) -> Tensor:
+        """Real ones among this rank's ``tokens``, int32 [b] like ``kv_length``, which counts the whole sequence's."""
+
+    def by_heads(self, x: Tensor) -> tuple[Tensor, range]:
+        """x [s, b, n, c] of this rank's tokens -> [S, b, n', c] of all tokens, and which of the n heads the n' are.
+
+        The heads are dealt out over the ranks that hold parts of the sequence; a rank may get none. No gradient.
+        """

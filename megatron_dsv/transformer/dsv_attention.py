@@ -13,7 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
 from megatron_dsv.context_parallel.local import LocalScheme, Pending
+from megatron_dsv.context_parallel.partial_attention import Kernels
+from megatron_dsv.context_parallel.plan_commit import PlanStore
+from megatron_dsv.context_parallel.scheme import AttentionScheme
 
 
 class DSVCoreAttention(MegatronModule):
@@ -25,15 +29,20 @@ class DSVCoreAttention(MegatronModule):
         dsv: the sparse-attention configuration.
         softmax_scale: factor on the logits; 1 / sqrt(d) if None.
         attn_mask_type, attention_type, cp_comm_type, pg_collection: accepted because Megatron's attention passes them.
+        plans: the plan in force under context parallelism; None without.
 
     Raises:
+        ValueError: context parallelism without plans.
         NotImplementedError: attention dropout, which no kernel of this package has.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, dsv: DSVConfig, *,
                  softmax_scale: float | None = None, attn_mask_type: Any = None, attention_type: str = "self",
-                 cp_comm_type: str | None = None, pg_collection: Any = None) -> None:
+                 cp_comm_type: str | None = None, pg_collection: Any = None, plans: PlanStore | None = None) -> None:
         super().__init__(config=config)
+        if config.context_parallel_size > 1 and plans is None:
+            raise ValueError(f"--context-parallel-size {config.context_parallel_size} needs a plan: pass plans=, a "
+                             "PlanStore, to the function that makes the layer's spec")
         if config.attention_dropout:
             raise NotImplementedError(
                 f"--attention-dropout must be 0, got {config.attention_dropout}; the attention kernels have no "
@@ -44,9 +53,12 @@ class DSVCoreAttention(MegatronModule):
         tp = pg_collection.tp if pg_collection is not None else None
         heads = config.num_attention_heads // (1 if tp is None else tp.size())
         first = 0 if tp is None else tp.rank() * heads
-        self.scheme = LocalScheme(
-            range(first, first + heads), dsv.dsv_predictor_proxies, dense_backend=dsv.dsv_dense_backend,
-            sparse_backend=dsv.dsv_sparse_backend, deterministic=dsv.dsv_deterministic)
+        query_heads, proxies = range(first, first + heads), dsv.dsv_predictor_proxies
+        kernels = Kernels(dsv.dsv_dense_backend, dsv.dsv_sparse_backend, dsv.dsv_deterministic)
+        self.scheme: AttentionScheme = LocalScheme(
+            query_heads, proxies, dense_backend=kernels.dense_backend, sparse_backend=kernels.sparse_backend,
+            deterministic=kernels.deterministic) if plans is None else HybridScheme(
+                plans.manager, query_heads, tp_rank=0 if tp is None else tp.rank(), proxies=proxies, kernels=kernels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, /, *,
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,

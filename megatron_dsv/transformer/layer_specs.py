@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.plan_commit import PlanStore
 from megatron_dsv.transformer.cross_attention import DiTCrossAttention, DiTCrossAttentionSubmodules
 from megatron_dsv.transformer.dit_layer import DiTLayer, DiTLayerSubmodules
 from megatron_dsv.transformer.dsv_attention import DSVCoreAttention
@@ -24,7 +25,7 @@ IMPLEMENTATIONS = ("local", "transformer_engine")
 
 
 def get_dsv_self_attention_spec(dsv: DSVConfig, *, implementation: str = "local", full_width_qk_norm: bool = False,
-                                seed: int = 1234) -> ModuleSpec:
+                                seed: int = 1234, plans: PlanStore | None = None) -> ModuleSpec:
     """Spec of ``DSVSelfAttention``, to put in place of ``SelfAttention`` in any megatron.core layer.
 
     Args:
@@ -33,29 +34,31 @@ def get_dsv_self_attention_spec(dsv: DSVConfig, *, implementation: str = "local"
         full_width_qk_norm: RMS norm of queries and keys over all heads; leave it off for models whose configuration
             asks Megatron for a per-head norm.
         seed: initialises the predictors.
+        plans: the plan in force under context parallelism; None without.
     """
     column, row, _ = _linears(implementation)
     return ModuleSpec(
         module=DSVSelfAttention,
         params={"attn_mask_type": AttnMaskType.no_mask, "dsv": dsv, "full_width_qk_norm": full_width_qk_norm,
-                "seed": seed},
+                "seed": seed, "plans": plans},
         submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=functools.partial(
-            DSVCoreAttention, dsv=dsv), linear_proj=row))
+            DSVCoreAttention, dsv=dsv, plans=plans), linear_proj=row))
 
 
-def get_dsv_layer_spec(dsv: DSVConfig, *, implementation: str = "local", seed: int = 1234) -> ModuleSpec:
+def get_dsv_layer_spec(dsv: DSVConfig, *, implementation: str = "local", seed: int = 1234,
+                       plans: PlanStore | None = None) -> ModuleSpec:
     """Spec of a plain megatron.core TransformerLayer whose self-attention is DSV's.
 
     For bidirectional models without masks. Give it to ``TransformerBlock``, and let
     ``megatron_dsv.training.dsv_controller.DSVController`` drive the predictors.
 
     Args:
-        dsv, implementation, seed: see ``get_dsv_self_attention_spec``.
+        dsv, implementation, seed, plans: see ``get_dsv_self_attention_spec``.
     """
     column, row, norm = _linears(implementation)
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=get_dsv_self_attention_spec(dsv, implementation=implementation, seed=seed),
+        self_attention=get_dsv_self_attention_spec(dsv, implementation=implementation, seed=seed, plans=plans),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=functools.partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
@@ -63,18 +66,19 @@ def get_dsv_layer_spec(dsv: DSVConfig, *, implementation: str = "local", seed: i
 
 
 def get_dit_layer_spec(dsv: DSVConfig, *, implementation: str = "local", qk_norm: bool = True,
-                       cross_attn_norm: bool = True, seed: int = 1234) -> ModuleSpec:
+                       cross_attn_norm: bool = True, seed: int = 1234,
+                       plans: PlanStore | None = None) -> ModuleSpec:
     """Spec of a ``DiTLayer``: the Wan 2.1 block, or the paper's with both norms off.
 
     Args:
-        dsv, implementation, seed: see ``get_dsv_self_attention_spec``.
+        dsv, implementation, seed, plans: see ``get_dsv_self_attention_spec``.
         qk_norm: RMS norm of queries and keys over the full width, in self- and cross-attention.
         cross_attn_norm: learned norm before cross-attention.
     """
     column, row, norm = _linears(implementation)
     return ModuleSpec(module=DiTLayer, submodules=DiTLayerSubmodules(
         self_attention=get_dsv_self_attention_spec(dsv, implementation=implementation, full_width_qk_norm=qk_norm,
-                                                   seed=seed),
+                                                   seed=seed, plans=plans),
         cross_attention=ModuleSpec(
             module=DiTCrossAttention, params={"qk_norm": qk_norm, "dense_backend": dsv.dsv_dense_backend},
             submodules=DiTCrossAttentionSubmodules(linear_q=column, linear_kv=column, linear_proj=row)),

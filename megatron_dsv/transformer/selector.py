@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,16 +83,29 @@ class Selector:
                           sparse_backend="triton" if repeatable else dsv.dsv_sparse_backend,
                           dense_backend=dsv.dsv_dense_backend).sparse
 
-    def window(self, layout: TokenLayout, batch: int, device: torch.device) -> KVSelection:
-        """The window baseline of ``layout``, with its key-major twin; built once a shape."""
+    def window(self, layout: TokenLayout, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int],
+               query_group_ids: Sequence[int]) -> KVSelection:
+        """The window baseline of ``layout`` for these heads and query groups, with its key-major twin.
+
+        Args: as of ``__call__``; of ``q_lr`` and ``k_lr`` only the shapes are read.
+        """
         assert self.dsv.window_fraction is not None
-        key = (layout, batch, device)
-        if key not in self._windows:
-            self._windows[key] = window_selection(
+        batch, device = k_lr.shape[1], k_lr.device
+        whole = (layout, batch, device)
+        if whole not in self._windows:
+            self._windows[whole] = window_selection(
                 layout, self.dsv.window_fraction, q_block_size=self.dsv.dsv_q_block_size,
                 kv_block_size=self.dsv.dsv_kv_block_size, b=batch, h=len(self.query_heads), G=self.num_kv_heads,
                 device=device).with_transposed()
-        return self._windows[key]
+        selection = self._windows[whole]
+        if query_group_ids == range(selection.num_query_groups) and len(head_ids) == len(self.query_heads):
+            return selection
+        # All heads share one list.
+        ids = on_device(tuple(query_group_ids), torch.int64, device)
+        rows = (slice(None), slice(len(head_ids)), ids)
+        return replace(selection, row_start=selection.row_start[rows], row_count=selection.row_count[rows],
+                       kv_length=selection.kv_length[:, :k_lr.shape[2]],
+                       num_queries=len(query_group_ids) * selection.q_block_size, transposed=None)
 
     def budgets(self, num_blocks: int) -> list[int] | None:
         """Blocks that each local head keeps of ``num_blocks`` valid ones; None before the first profile."""
@@ -103,7 +117,7 @@ class Selector:
                             min_keep_ratio=self.dsv.dsv_min_keep_ratio)
 
     def __call__(self, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int], query_group_ids: Sequence[int], *,
-                 kv_length: Tensor, num_queries: int) -> KVSelection:
+                 kv_length: Tensor) -> KVSelection:
         """Selection from proxies q_lr [Nq * P, b, h, r] and keys k_lr [S, b, G, r]; kv_length int32 [b] on the CPU.
 
         Without a budget (nothing measured yet) every block is selected.
@@ -111,13 +125,14 @@ class Selector:
         Args:
             head_ids: global numbers of the h query heads passed, a part of this layer's.
             query_group_ids: numbers, in the whole sequence, of the Nq groups passed.
-            num_queries: query tokens that go with the Nq groups, padding included.
         """
         dsv, num_keys = self.dsv, k_lr.shape[0]
+        # The last group may be ragged where one rank holds the whole sequence.
+        num_queries = min(len(query_group_ids) * dsv.dsv_q_block_size, num_keys)
         budgets = self.budgets(-(-int(kv_length.max()) // dsv.dsv_kv_block_size))
         if budgets is not None:
             budgets = [budgets[head - self.query_heads.start] for head in head_ids]
-        whole = query_group_ids == range(-(-num_queries // dsv.dsv_q_block_size))
+        whole = query_group_ids == range(-(-num_keys // dsv.dsv_q_block_size))
         group_numbers = None if whole else on_device(tuple(query_group_ids), torch.int64, k_lr.device)
         if (dsv.dsv_kv_block_size == 1 and dsv.dsv_selection_rule == "topk" and budgets is not None
                 and not dsv.dsv_freeze_selection):
@@ -128,7 +143,7 @@ class Selector:
                 query_length=kv_length, query_group_ids=group_numbers, keep_own_tokens=dsv.dsv_keep_own_block)
         scores: Tensor | ChunkedScores
         if dsv.dsv_freeze_selection:
-            scores = self._frozen_scores(head_ids, q_lr.shape[1], query_group_ids, num_keys, q_lr.device)
+            scores = self._frozen_scores(head_ids, q_lr.shape[1], query_group_ids, kv_length, num_keys, q_lr.device)
         else:
             scores = chunked_block_scores(
                 q_lr, k_lr, kv_length=kv_length, kv_block_size=dsv.dsv_kv_block_size,
@@ -142,13 +157,16 @@ class Selector:
             query_group_ids=group_numbers,
             keep_own_block=dsv.dsv_keep_own_block)
 
-    def _frozen_scores(self, heads: Sequence[int], batch: int, query_groups: Sequence[int], num_keys: int,
-                       device: torch.device) -> Tensor:
+    def _frozen_scores(self, heads: Sequence[int], batch: int, query_groups: Sequence[int], kv_length: Tensor,
+                       num_keys: int, device: torch.device) -> Tensor:
         """Scores that depend on layer, head and block numbers alone: the same selection in every layout and step."""
-        blocks = -(-num_keys // self.dsv.dsv_kv_block_size)
+        # Padding differs between layouts; no rule reads the scores of its blocks.
+        blocks = -(-int(kv_length.max()) // self.dsv.dsv_kv_block_size)
+        padding = -(-num_keys // self.dsv.dsv_kv_block_size) - blocks
         rows = []
         for head in heads:
             digest = hashlib.sha256(f"frozen/{self.layer_number}/{head}/{blocks}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             rows.append(torch.rand(max(query_groups) + 1, blocks, generator=generator)[list(query_groups)])
-        return torch.stack(rows)[None].expand(batch, -1, -1, -1).to(device)
+        scores = torch.nn.functional.pad(torch.stack(rows), (0, padding))
+        return scores[None].expand(batch, -1, -1, -1).to(device)

@@ -18,9 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.context_parallel.local import Pending
+from megatron_dsv.context_parallel.plan import BlockPlan, attending
+from megatron_dsv.context_parallel.plan_commit import PlanStore
+from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending
 from megatron_dsv.kernels.block_scores.api import pool_queries
-from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.transformer.layer_statistics import LayerStatistics
 from megatron_dsv.transformer.norms import FullWidthRMSNorm
@@ -49,15 +50,17 @@ class DSVSelfAttention(SelfAttention):
         dsv: the sparse-attention configuration.
         full_width_qk_norm: RMS norm of queries and keys over all heads (Wan 2.1) instead of Megatron's per-head norm.
         seed: initialises the predictor.
+        plans: the plan in force under context parallelism; None without.
 
     Raises:
-        NotImplementedError: key/value heads that tensor parallelism would tear, or context parallelism.
+        NotImplementedError: key/value heads that tensor parallelism would tear.
     """
 
     def __init__(self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int,
                  attn_mask_type: AttnMaskType = AttnMaskType.no_mask, cp_comm_type: str | None = None,
                  pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None, *,
-                 dsv: DSVConfig, full_width_qk_norm: bool = False, seed: int = 1234) -> None:
+                 dsv: DSVConfig, full_width_qk_norm: bool = False, seed: int = 1234,
+                 plans: PlanStore | None = None) -> None:
         super().__init__(config=config, submodules=submodules, layer_number=layer_number,
                          attn_mask_type=attn_mask_type, cp_comm_type=cp_comm_type, pg_collection=pg_collection,
                          pp_layer_offset=pp_layer_offset, name=name)
@@ -65,10 +68,8 @@ class DSVSelfAttention(SelfAttention):
         if config.num_query_groups % tp.size():
             raise NotImplementedError(f"--num-query-groups must be a multiple of --tensor-model-parallel-size "
                                       f"{tp.size()}, got {config.num_query_groups}; a key/value head is never torn")
-        if config.context_parallel_size > 1:
-            raise NotImplementedError(
-                f"--context-parallel-size must be 1, got {config.context_parallel_size}; use tensor parallelism")
         self.dsv = dsv
+        self.plans = plans
         self.softmax_scale = config.softmax_scale or config.kv_channels**-0.5
         heads, kv_heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         if full_width_qk_norm:
@@ -106,10 +107,13 @@ class DSVSelfAttention(SelfAttention):
                 layout: TokenLayout | None = None) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, H] -> output [s, b, H] and its bias, not yet added.
 
+        Under context parallelism s counts this rank's chunk of the sequence, and so do ``rope`` and ``hidden_states``.
+
         Args:
             rotary_pos_emb: Megatron's rotary embedding, for models that use it.
             rope: 3-D rotary tables, for video models.
-            kv_length: int32 [b] on the CPU; tokens at or after it are padding. None: all are real.
+            kv_length: int32 [b] on the CPU; tokens of the whole sequence at or after it are padding. None: all are
+                real.
             layout: token order; only window attention reads it.
 
         Raises:
@@ -121,30 +125,34 @@ class DSVSelfAttention(SelfAttention):
             if given is not None:
                 raise NotImplementedError(f"DSVSelfAttention serves full, unmasked self-attention: {flag} must be "
                                           "None; use kv_length to hide padding")
+        if rotary_pos_emb is not None and self.plans is not None:
+            raise NotImplementedError("DSVSelfAttention takes chunk c of the sequence on rank c of a context-parallel "
+                                      "group, Megatron's rotary_pos_emb another part: pass rope= instead")
+        shards = self.pg_collection.cp.size() * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+        num_tokens = hidden_states.shape[0] * shards
         if kv_length is None:
-            shards = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-            kv_length = torch.full((hidden_states.shape[1],), hidden_states.shape[0] * shards, dtype=torch.int32,
-                                   device="cpu")
+            kv_length = torch.full((hidden_states.shape[1],), num_tokens, dtype=torch.int32, device="cpu")
         watched = self.predictor is not None and self.training and torch.is_grad_enabled()
         pending = self.cache.pop() if self.training and torch.is_grad_enabled() else None
         sparse = self.selector.attends_sparsely(int(kv_length.max()))
+        plan = self._plan(num_tokens, sparse or self.dsv.window_fraction is not None)
         source = None
         if self.dsv.dsv_predictor_input == "hidden" and (watched or (sparse and pending is None)):
             source = self._hidden_source(hidden_states, rope)
-            pending = self._begin(source, kv_length, sparse) if pending is None else pending
+            pending = self._begin(source, kv_length, plan) if sparse and pending is None else pending
 
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
         query, key = self._rotate(query, key, rope, rotary_pos_emb)
 
         if self.dsv.dsv_predictor_input == "qk" and (watched or (sparse and pending is None)):
             source = PredictorInput(query.detach(), key.detach(), None)
-            pending = self._begin(source, kv_length, sparse) if pending is None else pending
+            pending = self._begin(source, kv_length, plan) if sparse and pending is None else pending
         if pending is None:
-            pending = self._static_selection(query, kv_length, layout)
+            pending = self._static_selection(query, key, kv_length, layout, plan)
         if self.training and not torch.is_grad_enabled() and sparse:
             self.cache.store(pending)
         if watched and source is not None:
-            self._watch(source, query, key, kv_length, pending)
+            self._watch(source, query, key, kv_length)
         return self.linear_proj(self._attend(query, key, value, pending))
 
     def _hidden_source(self, hidden_states: Tensor, rope: RopeTables | None) -> PredictorInput:
@@ -154,25 +162,36 @@ class DSVSelfAttention(SelfAttention):
                 x = gather_from_sequence_parallel_region(x, group=self.pg_collection.tp)
         return PredictorInput(x, x, rope)
 
-    def _begin(self, source: PredictorInput, kv_length: Tensor, sparse: bool) -> Pending | None:
-        return self._select(source, kv_length) if sparse else None
+    def _plan(self, num_tokens: int, sparse: bool) -> BlockPlan | None:
+        """This layer's plan for a sequence of so many tokens, padding included, in the plan now in force."""
+        if self.plans is None:
+            return None
+        return attending(self.plans.block(num_tokens, self.layer_number - 1), sparse=sparse,
+                         kv_block=self.dsv.dsv_kv_block_size)
 
     @torch.no_grad()
-    def _select(self, source: PredictorInput, kv_length: Tensor) -> Pending:
+    def _begin(self, source: PredictorInput, kv_length: Tensor, plan: BlockPlan | None) -> Pending:
         assert self.predictor is not None
-        q_lr = pool_queries(low_rank_queries(self.predictor, source), q_block_size=self.dsv.dsv_q_block_size,
-                            proxies=self.dsv.dsv_predictor_proxies, query_length=kv_length)
-        select = functools.partial(self.selector, kv_length=kv_length, num_queries=source.queries.shape[0])
-        return self.core_attention.scheme.begin(q_lr, low_rank_keys(self.predictor, source), select, None)
+        scheme: AttentionScheme = self.core_attention.scheme
+        q_lr = low_rank_queries(self.predictor, source)
+        q_lr = pool_queries(q_lr, q_block_size=self.dsv.dsv_q_block_size, proxies=self.dsv.dsv_predictor_proxies,
+                            query_length=scheme.own_length(kv_length, len(q_lr)))
+        return scheme.begin(q_lr, low_rank_keys(self.predictor, source),
+                            functools.partial(self.selector, kv_length=kv_length), plan)
 
-    def _static_selection(self, query: Tensor, kv_length: Tensor, layout: TokenLayout | None) -> Pending:
+    def _static_selection(self, query: Tensor, key: Tensor, kv_length: Tensor, layout: TokenLayout | None,
+                          plan: BlockPlan | None) -> Pending:
         """Dense attention, or the window baseline."""
         if self.dsv.window_fraction is None:
-            return Pending(selection=None, kv_length=kv_length)
+            return Pending(selection=None, kv_length=kv_length, plan=plan)
         if layout is None:
             raise ValueError(f"--dsv-attention {self.dsv.dsv_attention} needs the token layout: pass layout= to "
                              "DSVSelfAttention, or use --dsv-attention predicted")
-        return Pending(self.selector.window(layout, query.shape[1], query.device))
+        # A window reads no scores: what it is selected from has shapes alone.
+        proxies = -(-query.shape[0] // self.dsv.dsv_q_block_size) * self.dsv.dsv_predictor_proxies
+        return self.core_attention.scheme.begin(
+            query.new_zeros(proxies, *query.shape[1:3], 1), key.new_zeros(*key.shape[:3], 1),
+            functools.partial(self.selector.window, layout), plan)
 
     def _rotate(self, query: Tensor, key: Tensor, rope: RopeTables | None,
                 rotary_pos_emb: Any) -> tuple[Tensor, Tensor]:
@@ -184,17 +203,15 @@ class DSVSelfAttention(SelfAttention):
         rotate = functools.partial(apply_rotary_pos_emb, config=self.config, cp_group=self.pg_collection.cp)
         return rotate(query, q_emb), rotate(key, k_emb)
 
-    def _watch(self, source: PredictorInput, query: Tensor, key: Tensor, kv_length: Tensor, pending: Pending) -> None:
+    def _watch(self, source: PredictorInput, query: Tensor, key: Tensor, kv_length: Tensor) -> None:
         """Trains the predictor on sampled rows and, when due, profiles sampled groups."""
         assert self.predictor is not None
         assert self.statistics is not None
-        common = {"dsv": self.dsv, "kv_length": kv_length, "softmax_scale": self.softmax_scale, "step": self.step}
+        common = {"dsv": self.dsv, "kv_length": kv_length, "softmax_scale": self.softmax_scale, "step": self.step,
+                  "scheme": self.core_attention.scheme}
         if self.profiles:
-            selection: KVSelection | None = pending.selection
-            if selection is None and self.selector.budgets(1) is not None:
-                selection = self._select(source, kv_length).selection
-            self.statistics.add(examine(query, key, selection, **common))
-        learn(self.predictor, source, query, key, **common, scheme=self.core_attention.scheme)
+            self.statistics.add(examine(self.predictor, source, query, key, self.selector, **common))
+        learn(self.predictor, source, query, key, **common)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, pending: Pending) -> Tensor:
         if self.checkpoint_core_attention and self.training:

@@ -84,6 +84,7 @@ class _ListingScheme:
 
     def __init__(self, inner, seen):
         self.attend, self.gather_rows, self.reduce_rows = inner.attend, inner.gather_rows, inner.reduce_rows
+        self.own_length, self.by_heads = inner.own_length, inner.by_heads
         self._begin = inner.begin
         self._seen = seen
 

@@ -99,6 +99,7 @@ class _Scheme:
     def __init__(self, inner, attend):
         self.begin, self.attend = inner.begin, attend
         self.gather_rows, self.reduce_rows = inner.gather_rows, inner.reduce_rows
+        self.own_length, self.by_heads = inner.own_length, inner.by_heads
 
 
 @pytest.mark.parametrize("recompute", [
