@@ -1,7 +1,8 @@
-"""VideoDiT: a video diffusion transformer on Megatron's pipeline, tensor and sequence parallelism.
+"""VideoDiT: a video diffusion transformer on Megatron's pipeline, tensor, sequence and context parallelism.
 
 Dims: b batch, C latent channels, T, Y, X latent frames, rows, columns; S tokens in raster order, s padded tokens in
-3-D cube order, s' of this rank's shard under sequence parallelism; p = C x patch volume; H hidden; L text tokens.
+3-D cube order, s' of this rank's shard under context and sequence parallelism: context rank c holds chunk c of s, and
+its tensor ranks hold pieces of that; p = C x patch volume; H hidden; L text tokens.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class VideoDiT(MegatronModule):
         self.post_process = post_process
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
         self.vp_stage = vp_stage
         self.share_embeddings_and_output_weights = False
         self.sequence_parallel = config.sequence_parallel
@@ -79,7 +81,9 @@ class VideoDiT(MegatronModule):
             text: text embeddings [b, L, dim].
 
         Returns:
-            fp32 [b, C, T, Y, X] on the last pipeline stage, else hidden states [s', b, H].
+            fp32 [b, C, T, Y, X] on the last pipeline stage, whole on every rank, else hidden states [s', b, H]. A
+            backward through it makes gradients of this rank's tokens, so each context-parallel rank takes the whole
+            loss, and their gradients add up.
         """
         frames, rows, columns = latents.shape[2:]
         latent_shape = (frames, rows, columns)
@@ -95,9 +99,8 @@ class VideoDiT(MegatronModule):
             return hidden
         shift, scale = self.head_modulation(head_emb[:, None].expand(-1, 2, -1))
         patches = self.head(modulated_norm(hidden, shift, scale, self.config.layernorm_epsilon))
-        if self.sequence_parallel:
-            patches = gather_from_sequence_parallel_region(patches, tensor_parallel_output_grad=False,
-                                                           group=self.tp_group)
+        for group in self._shard_groups()[::-1]:
+            patches = gather_from_sequence_parallel_region(patches, tensor_parallel_output_grad=False, group=group)
         return unpatchify(layout.to_raster_order(patches).float(), latent_shape, self.dit.patch)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
@@ -118,21 +121,27 @@ class VideoDiT(MegatronModule):
         return state
 
     def _embed(self, latents: Tensor, layout: TokenLayout, absolute: Tensor | None) -> Tensor:
-        """Patches in cube order (this rank's shard under sequence parallelism) through the patch embedding."""
+        """Patches in cube order, this rank's shard of them, through the patch embedding."""
         assert self.patch_embedding is not None
         patches = layout.to_cube_order(patchify(latents, self.dit.patch))
-        if self.sequence_parallel:
-            shard = slice(*(layout.padded_length * (self.tp_group.rank() + i) // self.tp_group.size() for i in (0, 1)))
-            patches = patches[shard]
-            absolute = None if absolute is None else absolute[shard]
+        for group in self._shard_groups():
+            patches = _chunk(patches, group)
+            if absolute is not None and group is not self.cp_group:
+                absolute = _chunk(absolute, group)
         hidden = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
         return hidden if absolute is None else hidden + absolute[:, None].to(hidden.dtype)
 
     def _build_layout(self, latent_shape: tuple[int, int, int]) -> TokenLayout:
-        return latent_layout(latent_shape, self.dit, self.config.dsv, self.tp_group.size())
+        return latent_layout(latent_shape, self.dit, self.config.dsv, self.tp_group.size(), self.cp_group.size())
+
+    def _shard_groups(self) -> list[torch.distributed.ProcessGroup]:
+        """Groups that tokens are spread over, the outer one first."""
+        return [*([self.cp_group] if self.cp_group.size() > 1 else []),
+                *([self.tp_group] if self.sequence_parallel else [])]
 
     def _build_positions(self, layout: TokenLayout, device: torch.device) -> tuple[RopeTables | None, Tensor | None]:
-        positions = layout.positions(device)
+        """Rotary tables, or the absolute embedding, of this context-parallel rank's chunk."""
+        positions = _chunk(layout.positions(device), self.cp_group)
         if self.dit.dit_position == "sincos":
             return None, sincos_embedding(positions, self.config.hidden_size)
         return rope_tables(positions, self.config.kv_channels, self.config.dsv.dsv_predictor_rank), None
@@ -171,6 +180,12 @@ class VideoDiT(MegatronModule):
             # optimizer's shards differ between stages, and the reduction over the pipeline would mix reduced and
             # unreduced gradients.
             _mark(copied, pipeline_parallel=True, shared=stage > 0, shared_embedding=True)
+
+
+def _chunk(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """This rank's part of x along its first axis."""
+    size = x.shape[0] // group.size()
+    return x[size * group.rank():size * (group.rank() + 1)]
 
 
 def _mark(module: nn.Module | None, **marks: bool) -> None:
