@@ -189,9 +189,12 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
             check_data_folder(args.latent_data)
         except ValueError as error:
             raise HostError(str(error)) from None
+    # Megatron wants the two halves of causal chunks; the real length comes from the data set.
+    halves = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    args.seq_length = -(-args.seq_length // halves) * halves
     args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
-    if args.tensor_model_parallel_size > 1:
-        # Megatron insists on it for TP before Blackwell; it only acts if set before CUDA starts.
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
+        # Megatron insists on it for TP and CP before Blackwell; it only acts if set before CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _megatron_errors(args):
         validate_args(args, {})

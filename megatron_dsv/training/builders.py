@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.config_fields import from_args
+from megatron_dsv.context_parallel.plan_commit import PlanStore
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.video_dit import VideoDiT
 from megatron_dsv.transformer.layer_specs import get_dit_layer_spec
@@ -34,13 +35,20 @@ def build_config(args: argparse.Namespace) -> DiTTransformerConfig:
     return config
 
 
+def process_groups(given: Any = None) -> Any:
+    """Megatron's process groups: those given, or those that it made last."""
+    return ProcessGroupCollection.use_mpu_process_groups() if given is None else given
+
+
 def build_model(args: argparse.Namespace, pre_process: bool = True, post_process: bool = True,
-                pg_collection: Any = None, vp_stage: int | None = None) -> VideoDiT:
-    """The VideoDiT of this pipeline stage, in fp32 on the CPU; Megatron moves and casts it."""
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+                pg_collection: Any = None, vp_stage: int | None = None, plans: PlanStore | None = None) -> VideoDiT:
+    """The VideoDiT of this pipeline stage, in fp32 on the CPU; Megatron moves and casts it.
+
+    ``plans`` is the plan in force under context parallelism.
+    """
+    pg_collection = process_groups(pg_collection)
     config = build_config(args)
     spec = get_dit_layer_spec(config.dsv, implementation=args.transformer_impl, qk_norm=args.dit_qk_norm == "rms",
-                              cross_attn_norm=args.dit_cross_attn_norm, seed=args.seed)
+                              cross_attn_norm=args.dit_cross_attn_norm, seed=args.seed, plans=plans)
     return VideoDiT(config, from_args(VideoDiTConfig, args), spec, pre_process=pre_process, post_process=post_process,
                     pg_collection=pg_collection, vp_stage=vp_stage)

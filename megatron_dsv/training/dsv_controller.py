@@ -5,9 +5,8 @@ Dims: h heads of one tensor-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +29,14 @@ class DSVGroups:
         tensor: tensor-parallel ranks of one layer.
         pipeline: pipeline stages of one model.
         model: all ranks of one model (tensor x pipeline).
+        context_size: ranks of ``data`` that share each sample (context parallel).
     """
 
     data: ProcessGroup
     tensor: ProcessGroup
     pipeline: ProcessGroup
     model: ProcessGroup
+    context_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class DSVController:
                       if attention.predictor is not None}
         self.optimizer = PredictorOptimizer(
             predictors, data_group=groups.data, tensor_group=groups.tensor, model_group=groups.model,
-            weight_decay=dsv.dsv_predictor_weight_decay, clip_grad=dsv.dsv_predictor_clip_grad) if predictors else None
+            context_size=groups.context_size, weight_decay=dsv.dsv_predictor_weight_decay,
+            clip_grad=dsv.dsv_predictor_clip_grad) if predictors else None
         self.num_tokens = 0
         self.profiled_at: int | None = None
         self.layer_reports: list[LayerReport] = []
@@ -157,7 +159,9 @@ class DSVController:
         return self.dsv.dsv_predictor_lr * (self.dsv.dsv_predictor_sparse_lr_scale if sparse else 1.0)
 
     def _absorb_profiles(self) -> None:
-        """Sums the profiles over data-parallel ranks and lets every layer take its next state.
+        """Sums the profiles over data- and context-parallel ranks and lets every layer take its next state.
+
+        Of a sample's heads, each context-parallel rank has profiled others.
 
         All ranks of a layer see the same sums, so they decide alike.
         """
@@ -186,16 +190,3 @@ class DSVController:
         total = per_head.double().mean(-1)
         torch.distributed.all_reduce(total, group=self.groups.tensor)
         return (total / self.groups.tensor.size()).float()
-
-
-def finalize_with(controller: Callable[[], DSVController | None], finalize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``finalize_model_grads_func`` with the controller's ``end_step`` after it."""
-
-    def finalize_and_end_step(*args: Any, **kwargs: Any) -> Any:
-        result = finalize(*args, **kwargs)
-        current = controller()
-        if current is not None:
-            current.end_step()
-        return result
-
-    return finalize_and_end_step

@@ -46,7 +46,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
                      "seq_length", "max_position_embeddings", "recompute_num_layers",
                      "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                     "tensor_model_parallel_size", "pipeline_model_parallel_size"), _count()),
+                     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), _count()),
     "init_method_std": _positive("0.02 is usual"),
     "layernorm_epsilon": _positive("1e-6 is usual"),
     # the loop

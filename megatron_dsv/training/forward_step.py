@@ -38,19 +38,21 @@ def loss_function(output: Tensor, *, run: TrainingRun, target: Tensor, timesteps
     """Squared error of each sample, weighted by its tokens.
 
     A sample's error is the mean over its real latent cells, so padding never counts; the sum over samples of error x
-    tokens is divided by the global number of tokens when gradients are finalised.
+    tokens is divided by the global number of tokens when gradients are finalised. Under context parallelism every rank
+    takes the whole loss, for the gradients of its own tokens, and one of them counts it.
 
     Returns:
         loss sum fp32 [], token count int [], and what is reported: (sum, count) pairs by name.
     """
     error = (output.float() - target).square().mean(dim=(1, 2, 3, 4))
-    tokens = torch.full_like(error, num_tokens)
-    weighted = error * tokens
-    total = torch.stack((weighted.detach().sum(), tokens.sum()))
-    bins = run.loss_bins.sums(weighted.detach(), tokens, timesteps)
+    weighted = error * torch.full_like(error, num_tokens)
+    counted = weighted.detach() * run.counts_samples
+    tokens = torch.full_like(error, num_tokens * run.counts_samples)
+    total = torch.stack((counted.sum(), tokens.sum()))
+    bins = run.loss_bins.sums(counted, tokens, timesteps)
     reported: dict[str, Any] = {"loss": total}
     if training:
-        run.finite_steps.see(total[0])
+        run.finite_steps.see(weighted.detach().sum())
         run.loss_bins.add(bins)
     else:
         reported |= {run.loss_bins.name(number): pair for number, pair in enumerate(bins)}

@@ -57,14 +57,13 @@ def _train(args: Any) -> None:
     from megatron.training import training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_dsv.config import DSVConfig
-    from megatron_dsv.config_fields import from_args
     from megatron_dsv.data.latent_dataset import LatentDataset
     from megatron_dsv.training import arguments, ema, finite_steps, logging, run_config
-    from megatron_dsv.training.builders import build_model
+    from megatron_dsv.training.builders import build_model, process_groups
     from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard
+    from megatron_dsv.training.cp_runtime import build_cp_runtime
     from megatron_dsv.training.datasets import DatasetProvider
-    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups, finalize_with
+    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
     from megatron_dsv.training.forward_step import forward_step
     from megatron_dsv.training.run import TrainingRun
 
@@ -81,14 +80,22 @@ def _train(args: Any) -> None:
 
     def model_provider(pre_process: bool = True, post_process: bool = True, config: Any = None,
                        pg_collection: Any = None, vp_stage: int | None = None) -> Any:
-        model = build_model(args, pre_process, post_process, pg_collection, vp_stage)
-        groups = DSVGroups(data=model.pg_collection.dp_cp, tensor=model.pg_collection.tp,
-                           pipeline=model.pg_collection.pp, model=model.pg_collection.mp)
-        run.controller = DSVController([model], from_args(DSVConfig, args), groups, args.num_layers,
-                                       run.recorder)
-        model.config.finalize_model_grads_func = finalize_with(
-            lambda: run.controller,
-            run.finite_steps.finalize_with(finalize_model_grads, lambda: args.curr_iteration + 1))
+        pg_collection = process_groups(pg_collection)
+        run.cp = build_cp_runtime(args, run.dsv, run.dit, pg_collection)
+        model = build_model(args, pre_process, post_process, pg_collection, vp_stage,
+                            None if run.cp is None else run.cp.store)
+        groups = DSVGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, pipeline=pg_collection.pp,
+                           model=pg_collection.mp, context_size=pg_collection.cp.size())
+        run.controller = controller = DSVController([model], run.dsv, groups, args.num_layers, run.recorder)
+        finalize = run.finite_steps.finalize_with(finalize_model_grads, lambda: args.curr_iteration + 1)
+
+        def finalize_and_end_step(*positional: Any, **named: Any) -> None:
+            finalize(*positional, **named)
+            controller.end_step()
+            # No micro-batch is under way on any rank: the one place in a step where the plan may change.
+            run.plan_next_step(args.curr_iteration + 1)
+
+        model.config.finalize_model_grads_func = finalize_and_end_step
         return model
 
     if args.ema_decay > 0:
@@ -99,6 +106,7 @@ def _train(args: Any) -> None:
     def begin_and_train(*positional: Any, **named: Any) -> Any:
         if run.controller is not None:
             run.controller.begin_run()
+        run.plan_next_step(args.iteration)
         return train(*positional, **named)
 
     training.train = begin_and_train

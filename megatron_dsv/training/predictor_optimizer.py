@@ -31,20 +31,23 @@ class PredictorOptimizer:
 
     Args:
         predictors: by layer number; every rank of a data-parallel and tensor-parallel group holds the same layers.
-        data_group: ranks that hold the same predictor parameters; gradients are averaged over it.
+        data_group: ranks that hold the same predictor parameters; gradients are averaged over their samples.
         tensor_group: ranks that hold other heads of the same layers.
         model_group: all ranks that together hold one model; the gradient norm is taken over it.
+        context_size: ranks of ``data_group`` that share each sample: their gradients add up to its, and each has its
+            loss.
         weight_decay, clip_grad: see DSVConfig; 0 switches either off.
         betas, eps: AdamW's.
     """
 
     def __init__(self, predictors: dict[int, LowRankPredictor], *, data_group: ProcessGroup,
                  tensor_group: ProcessGroup, model_group: ProcessGroup, weight_decay: float, clip_grad: float,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+                 context_size: int = 1, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.predictors = predictors
         self.data_group = data_group
         self.tensor_group = tensor_group
         self.model_group = model_group
+        self.context_size = context_size
         self.weight_decay = weight_decay
         self.clip_grad = clip_grad
         self.betas = betas
@@ -97,7 +100,7 @@ class PredictorOptimizer:
 
         Returns:
             loss sums [layers], fp64, averaged over tensor-parallel ranks (which hold other heads of the same layers),
-            and the micro-batches behind each: every data-parallel rank has run as many.
+            and the samples' micro-batches behind each: every data-parallel rank has run as many.
         """
         predictors = [self.predictors[layer] for layer in layers]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -108,8 +111,8 @@ class PredictorOptimizer:
         losses = torch.cat([predictor.get_buffer("loss_sum") for predictor in predictors])
         torch.distributed.all_reduce(losses, group=self.data_group)
         torch.distributed.all_reduce(losses, group=self.tensor_group)
-        counts = [predictor.loss_count * self.data_group.size() for predictor in predictors]
-        return losses / self.tensor_group.size(), counts
+        counts = [predictor.loss_count * self.data_group.size() // self.context_size for predictor in predictors]
+        return losses / (self.tensor_group.size() * self.context_size), counts
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
         total = torch.stack([grad.double().square().sum() for grad in grads]).sum()

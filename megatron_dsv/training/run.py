@@ -18,6 +18,7 @@ from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.training.arguments import HostError
+from megatron_dsv.training.cp_runtime import CPRuntime, redraw_plan
 from megatron_dsv.training.dsv_controller import DSVController
 from megatron_dsv.training.finite_steps import FiniteSteps
 from megatron_dsv.training.loss_bins import LossBins
@@ -37,6 +38,7 @@ class TrainingRun:
         args: parsed arguments; Megatron keeps ``curr_iteration`` in them.
         latents: the prepared data set.
         controller: drives DSV; None until the model is built.
+        cp: context parallelism; None until the model is built, and without it.
         loss_bins: loss by timestep since the last log line.
         finite_steps: ends the run at a loss or a gradient that is not finite.
         recorder: DSV's numbers since the last log line.
@@ -45,6 +47,7 @@ class TrainingRun:
     args: argparse.Namespace
     latents: LatentDataset
     controller: DSVController | None = None
+    cp: CPRuntime | None = None
     loss_bins: LossBins = field(init=False)
     finite_steps: FiniteSteps = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
@@ -60,6 +63,20 @@ class TrainingRun:
     def device(self) -> torch.device:
         """Where batches go."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank counts its samples' losses and tokens: one of each context-parallel group does."""
+        return self.cp is None or self.cp.manager.rank == 0
+
+    def plan_next_step(self, step: int) -> None:
+        """To be called by every rank between two steps: may change the context-parallel plan.
+
+        Args:
+            step: finished steps of the run.
+        """
+        if self.cp is not None:
+            redraw_plan(self.cp, self.dsv, seed=self.args.seed, step=step)
 
     def num_tokens(self, latent_shape: tuple[int, int, int]) -> int:
         """Real tokens of a latent video (T, Y, X)."""
@@ -114,4 +131,5 @@ class TrainingRun:
         self.args.seq_length = self.args.max_position_embeddings = longest
 
     def _layout(self, latent_shape: tuple[int, int, int]) -> TokenLayout:
-        return latent_layout(latent_shape, self.dit, self.dsv, self.args.tensor_model_parallel_size)
+        return latent_layout(latent_shape, self.dit, self.dsv, self.args.tensor_model_parallel_size,
+                             self.args.context_parallel_size)

@@ -96,7 +96,8 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
         gated = settings.get("dsv-sparse-stage") == "auto" and options.keep_ratio is None
         stage = "auto" if gated else "sparse"
     argv = [*config, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
-            "--no-sequence-parallel", "--dsv-sparse-stage", stage]
+            "--context-parallel-size", "1", "--dsv-cp-plan", "planned", "--no-sequence-parallel", "--dsv-sparse-stage",
+            stage]
     if options.keep_ratio is not None:
         argv += ["--dsv-keep-ratio", str(options.keep_ratio)]
     if options.latent_data is not None:

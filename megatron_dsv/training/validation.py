@@ -30,10 +30,11 @@ _REQUIRED = {
 
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # argument: (the supported value, way out)
-    "context_parallel_size": (1, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
+    "cp_comm_type": (["p2p"], "leave it unset: --dsv-cp-plan says how context parallelism exchanges what"),
+    "hierarchical_context_parallel_sizes": (None, "leave it unset: a plan splits every block on its own"),
     "tensor_parallel_num_weight_shards": (None, "use --use-distributed-optimizer"),
     "use_ring_exchange_p2p": (False, "leave it unset: it needs a torch of its own"),
-    "hybrid_context_parallel": (False, "use --tensor-model-parallel-size with --sequence-parallel for long videos"),
+    "hybrid_context_parallel": (False, "use --context-parallel-size"),
     "use_megatron_fsdp": (False, "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (False, "use --use-distributed-optimizer"),
     "num_layers_per_virtual_pipeline_stage": (None, "use --pipeline-model-parallel-size alone"),
@@ -210,15 +211,18 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_layout(args: argparse.Namespace) -> None:
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     for name in ("num_attention_heads", "hidden_size", "ffn_hidden_size"):
         value = getattr(args, name)
         if value is not None and value % tp:
             raise ValueError(f"--tensor-model-parallel-size must divide --{name.replace('_', '-')} {value}, got {tp}")
-    if args.world_size % (tp * pp):
-        raise ValueError("--tensor-model-parallel-size x --pipeline-model-parallel-size must divide the number of "
-                         f"ranks {args.world_size}, got {tp} x {pp}")
-    data_parallel = args.world_size // (tp * pp)
+    if args.world_size % (tp * pp * cp):
+        raise ValueError("--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size must "
+                         f"divide the number of ranks {args.world_size}, got {tp} x {pp} x {cp}")
+    if cp == 1 and args.dsv_cp_plan != "planned":
+        raise ValueError(f"--dsv-cp-plan {args.dsv_cp_plan} needs --context-parallel-size above 1, got 1; drop the "
+                         "flag")
+    data_parallel = args.world_size // (tp * pp * cp)
     if args.global_batch_size is not None and args.global_batch_size % (args.micro_batch_size * data_parallel):
         raise ValueError("--global-batch-size must be a multiple of --micro-batch-size x data-parallel ranks "
                          f"({args.micro_batch_size} x {data_parallel}), got {args.global_batch_size}")

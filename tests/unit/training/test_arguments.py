@@ -47,7 +47,12 @@ def test_a_given_sequence_length_needs_no_second_flag():
      "--tensor-model-parallel-size must divide --num-attention-heads 4, got 3"),
     (["--hidden-size", "66"], 1, "--hidden-size must be a multiple of --num-attention-heads 4, got 66"),
     (["--pipeline-model-parallel-size", "3"], 3, "--pipeline-model-parallel-size must divide --num-layers 4, got 3"),
-    (["--tensor-model-parallel-size", "2"], 3, "must divide the number of ranks 3, got 2 x 1"),
+    (["--tensor-model-parallel-size", "2"], 3, "must divide the number of ranks 3, got 2 x 1 x 1"),
+    (["--context-parallel-size", "3"], 4, "must divide the number of ranks 4, got 1 x 1 x 3"),
+    (["--context-parallel-size", "0"], 1, "--context-parallel-size must be an integer of at least 1, got 0"),
+    (["--dsv-cp-plan", "random"], 1, "--dsv-cp-plan random needs --context-parallel-size above 1, got 1"),
+    (["--context-parallel-size", "2", "--global-batch-size", "3"], 4,
+     "--global-batch-size must be a multiple of --micro-batch-size x data-parallel ranks (1 x 2), got 3"),
     (["--global-batch-size", "3"], 2, "--global-batch-size must be a multiple of --micro-batch-size x data-parallel "
      "ranks (1 x 2), got 3"),
     (["--sequence-parallel"], 1, "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"),
@@ -109,8 +114,10 @@ def test_what_is_required_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize(("flags", "ranks", "words"), [
-    (["--context-parallel-size", "2"], 2,
-     "--context-parallel-size 2 is not supported; use --tensor-model-parallel-size"),
+    (["--hierarchical-context-parallel-sizes", "2", "1", "--context-parallel-size", "2"], 2,
+     "--hierarchical-context-parallel-sizes 2 1 is not supported; leave it unset"),
+    (["--cp-comm-type", "a2a", "--context-parallel-size", "2"], 2,
+     "--cp-comm-type a2a is not supported; leave it unset: --dsv-cp-plan says how"),
     (["--use-megatron-fsdp"], 1, "--use-megatron-fsdp is not supported; use --use-distributed-optimizer"),
     (["--use-torch-fsdp2"], 1, "--use-torch-fsdp2 is not supported; use --use-distributed-optimizer"),
     (["--num-virtual-stages-per-pipeline-rank", "2"], 2, "--num-virtual-stages-per-pipeline-rank 2 is not supported"),

@@ -1,0 +1,113 @@
+"""Context parallelism computes what one rank computes, with predicted selections and another plan for every block at
+every step, from one checkpoint with predictors.
+
+Weights are large enough that attention shows: what a selection leaves out moves the loss fifty times further than
+the tolerance of the comparison.
+"""
+
+import re
+
+import pytest
+
+from megatron_dsv.context_parallel.plan import CPPlan
+from megatron_dsv.context_parallel.plan_commit import PlanStore
+from megatron_dsv.training.main import main
+
+SMALL = ("--num-layers 2 --global-batch-size 2 --init-method-std 0.2 --lr 1e-2 --dsv-predictor-lr 1e-2 "
+         "--dsv-kv-block-size 4")
+SPARSE = f"{SMALL} --dsv-sparse-stage sparse --dsv-budget-mass 0.4"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+RANDOM = "--dsv-cp-plan random"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def printing_plans(argv: list[str]) -> None:
+    """The program, printing every plan that is put in force."""
+    propose = PlanStore.propose
+
+    def printing(self: PlanStore, *args: object, **named: object) -> object:
+        decision = propose(self, *args, **named)
+        print(f"PLAN {self.plan.to_json()}", flush=True)
+        return decision
+
+    PlanStore.propose = printing  # type: ignore[method-assign]
+    main(argv)
+
+
+def assert_same(log, expected):
+    assert log.iterations == expected.iterations
+    assert log.loss("loss") == pytest.approx(expected.loss("loss"), rel=2e-6)
+    assert log.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5)
+    assert log.validation[-1][1] == pytest.approx(expected.validation[-1][1], rel=2e-6, nan_ok=True)
+
+
+def reported(log, name):
+    """A number of DSV, as printed each step by the rank that prints."""
+    return [float(value) for output in log.output for value in re.findall(rf"{name}: (\S+)", output)]
+
+
+@pytest.fixture(scope="module")
+def start(train, tmp_path_factory):
+    """Checkpoints with predictors of two steps; Megatron's two optimizers differ in format."""
+    folders = {}
+    for flag in ("", "--use-distributed-optimizer"):
+        folders[flag] = tmp_path_factory.mktemp("start")
+        train(f"{SMALL} {flag} --dsv-sparse-stage predictor --save {folders[flag]} --save-interval 2 --eval-iters 0",
+              steps=2)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def one_rank(train, start):
+    return train(f"{SPARSE} --load {start['']}", steps=5)
+
+
+def test_the_selection_shows(train, start, one_rank):
+    dense = train(f"{SMALL} --load {start['']} --dsv-sparse-stage dense", steps=5)
+    assert max(abs(got - other) / other for got, other in zip(one_rank.loss("loss"), dense.loss("loss"))) > 1e-4
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [
+    (8, f"{TP2} {CP4}"), (4, f"{PP2} {CP2} {RECOMPUTE}"), (4, f"{TP2} {CP2} --sequence-parallel"),
+    (4, f"{CP2} --use-distributed-optimizer"),
+], ids=["tp2-cp4", "pp2-cp2-recompute", "tp2-cp2-sp", "cp2-dp2-distributed-optimizer"])
+def test_predicted_selections_under_changing_plans(train, start, one_rank, ranks, layout):
+    folder = start["--use-distributed-optimizer" if "distributed" in layout else ""]
+    log = train(f"{SPARSE} {layout} {RANDOM} --load {folder}", ranks, steps=5, main=printing_plans)
+    assert_same(log, one_rank)
+    for name in ("dsv/predictor_loss", "dsv/predictor_grad_norm", "dsv/recall", "dsv/keep_ratio", "dsv/sparsity"):
+        assert reported(log, name) == pytest.approx(reported(one_rank, name), rel=2e-3), name
+    plans = [CPPlan.from_json(text) for text in re.findall("PLAN (.*)", log.output[0])]
+    assert [plan.effective_step for plan in plans] == [2, 3, 4, 5]
+    blocks = [block for plan in plans for block in plan.blocks[0]]
+    assert len({plan.blocks for plan in plans}) == len(plans)
+    assert len({block.split for block in blocks}) > 1
+
+
+@pytest.mark.parametrize("flags", [
+    f"{SMALL} --dsv-sparse-stage predictor",
+    f"{SMALL} --dsv-sparse-stage dense --dsv-attention window-1/3",
+    f"{SPARSE} --dsv-predictor-input qk",
+    f"{SMALL} --dsv-sparse-stage auto --dsv-gate-recall 0.05 --dsv-budget-mass 0.5 --dit-position sincos",
+], ids=["predictor", "window", "qk", "auto"])
+def test_stages(train, flags):
+    expected = train(flags, steps=5)
+    log = train(f"{flags} {CP2} {RANDOM}", 2, steps=5)
+    assert_same(log, expected)
+    for name in ("dsv/recall", "dsv/predictor_loss"):
+        assert reported(log, name) == pytest.approx(reported(expected, name), rel=2e-3)
+    assert reported(log, "dsv/sparse_layers") == reported(expected, "dsv/sparse_layers")
+    if "auto" in flags:
+        assert reported(log, "dsv/sparse_layers") == [0, 0, 0, 0, 2]
+
+
+def test_resume_with_the_same_and_another_context_parallel_size(train, tmp_path):
+    straight = train(f"{SPARSE} {CP2} {RANDOM} --save {tmp_path} --save-interval 2", 2, steps=4)
+    same = train(f"{SPARSE} {CP2} {RANDOM} --load {tmp_path} --ckpt-step 2", 2, steps=4)
+    assert same.iterations == [3, 4]
+    assert (same.losses, same.grad_norms) == (straight.losses[2:], straight.grad_norms[2:])
+    for ranks, layout in ((1, ""), (4, f"{CP4} --dsv-cp-plan heads"), (2, f"{CP2} --dsv-cp-plan sequence")):
+        log = train(f"{SPARSE} {layout} --load {tmp_path} --ckpt-step 2", ranks, steps=4)
+        assert log.loss("loss") == pytest.approx(straight.loss("loss")[2:], rel=2e-6), layout
+        assert log.grad_norms == pytest.approx(straight.grad_norms[2:], rel=2e-5), layout
