@@ -24,11 +24,17 @@ FLAGS = [
 ENVIRONMENT = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
 SPARSE = "--dsv-sparse-stage sparse --dsv-keep-ratio 0.5 --dsv-freeze-selection"
 TP2 = "--tensor-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 LAYOUTS = {
     "dp2": "",
     "dp2-overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "tp2-sp": f"{TP2} --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
+    "cp2-random": f"{CP2} --dsv-cp-plan random",
+    "cp2-heads-recompute": f"{CP2} --dsv-cp-plan heads --recompute-granularity full --recompute-method uniform "
+                           "--recompute-num-layers 1",
+    "cp2-overlap": f"{CP2} --dsv-cp-plan sequence --use-distributed-optimizer --overlap-grad-reduce "
+                   "--overlap-param-gather",
 }
 
 needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -96,6 +102,20 @@ def test_two_gpus_equal_one(data, start, layout):
     folder = start.folder("--use-distributed-optimizer" if "distributed" in flags else "")
     losses = _run(data, f"{SPARSE} {flags} --load {folder}", 2, 4)
     assert losses == pytest.approx(start.losses, rel=2e-3)
+
+
+@pytest.mark.multigpu
+@needs_two
+@pytest.mark.parametrize("stage", ["predictor", "auto --dsv-gate-recall 0.05"])
+def test_a_context_rank_may_hold_nothing_but_padding(data, stage):
+    flags = f"--dsv-sparse-stage {stage} --dsv-q-block-size 512 --dsv-kv-block-size 64 --no-dsv-keep-own-block"
+    expected = _launch(data, flags, 1, 4)
+    got = _launch(data, f"{flags} {CP2} --dsv-cp-plan random", 2, 4)
+    # A selection in bf16 may turn on a tie, so that what it leads to is compared loosely.
+    for name, tolerance in (("dsv/predictor_loss", 1e-2), ("dsv/recall", 2e-2), (r"\| loss", 2e-3)):
+        numbers = [[float(number) for number in re.findall(rf"{name}: ([-+.\dEe]+)", text)] for text in (got, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=tolerance), name
+        assert len(numbers[0]) >= 3
 
 
 @pytest.mark.gpu
