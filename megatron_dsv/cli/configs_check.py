@@ -24,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="PRESET_OR_YAML",
                         help="complete launches to check instead of every packaged file")
     parser.add_argument("--ranks", type=int, default=None, help="number of ranks, instead of what the file says")
-    parser.add_argument("--launch", nargs=argparse.REMAINDER, default=None, metavar="FLAG",
-                        help="check this command line of pretrain_video_dit.py instead; it must come last")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,13 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks must be an integer of at least 1, got {args.ranks}; leave it out to take the `gpus` "
                          "of each file")
-    if args.names and args.launch is not None:
-        raise ValueError(f"--launch must be the only thing to check, got {' '.join(args.names)} before it; leave "
-                         "them out or name them by --config after it")
     warnings.simplefilter("ignore")
-    if args.launch is not None:
-        print(f"ok      {_parse(args.launch, args.ranks)}")
-        return 0
     failures = 0
     for name in args.names or presets.names():
         try:
@@ -69,14 +61,9 @@ def check(name: str, ranks: int | None = None, *, complete: bool = False) -> str
         return f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs with {cluster.memory_gib:g} GiB"
     before, flags, default_ranks = ((), [], None) if complete else _WITH[name.split("/", 1)[0]]
     argv = ["--config", *before, name, *flags, "--latent-data", "not-checked"]
-    return _parse(argv, ranks or default_ranks)
-
-
-def _parse(argv: list[str], ranks: int | None) -> str:
-    """The layout of a command line of the entry script, in words; raises what a launch would say."""
     from megatron_dsv.training.arguments import dry_parse
 
-    parsed = dry_parse(argv, ranks)
+    parsed = dry_parse(argv, ranks or default_ranks)
     return (f"{parsed.num_layers} layers of {parsed.hidden_size}, {parsed.world_size} ranks = "
             f"TP {parsed.tensor_model_parallel_size} x PP {parsed.pipeline_model_parallel_size} x "
             f"DP {parsed.data_parallel_size}, global batch {parsed.global_batch_size}, stage {parsed.dsv_sparse_stage}")

@@ -12,13 +12,13 @@ import yaml
 
 from megatron_dsv import presets
 from megatron_dsv.cli.output_file import check_output_file
-from megatron_dsv.cli.plan_report import as_data, by_block, ranking, summary
 from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel import sparsity_traces
 from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout
 from megatron_dsv.context_parallel.kernel_rates import MeasuredKernels
 from megatron_dsv.context_parallel.model_shape import ModelShape
+from megatron_dsv.context_parallel.plan_report import as_data, by_block, ranking, summary
 from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator, dense_twin
 from megatron_dsv.context_parallel.statistics import PATTERNS, BlockStats
 

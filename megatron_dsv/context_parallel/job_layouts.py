@@ -41,6 +41,8 @@ class Job:
         recompute: "full", "none", or "auto" for none where it fits.
         optimizer: whether a step ends with gradients reduced and weights updated.
         ema: whether an average of the weights is kept.
+        sharded_optimizer: whether data- and context-parallel ranks share out the optimizer's state and the average.
+        max_padding: share of the tokens that padding may add.
     """
 
     model: ModelShape
@@ -54,6 +56,8 @@ class Job:
     recompute: str = "auto"
     optimizer: bool = True
     ema: bool = True
+    sharded_optimizer: bool = True
+    max_padding: float = MAX_PADDING
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("global_batch", 1), ("micro_batch", 1), ("q_block", 1), ("kv_block", 1),
@@ -101,7 +105,7 @@ def limit(layout: JobLayout, job: Job, cluster: Cluster) -> str | None:
     if job.global_batch % (layout.dp * job.micro_batch):
         return f"DP {layout.dp} x micro batch {job.micro_batch} must divide the global batch {job.global_batch}"
     padding = job.padded_tokens(layout) - job.tokens
-    if padding > MAX_PADDING * job.tokens:
+    if padding > job.max_padding * job.tokens:
         return (f"CP {layout.cp} x TP {layout.tp} must leave every rank whole query groups of {job.q_block}: "
                 f"{padding} of padding for {job.tokens} tokens")
     return None

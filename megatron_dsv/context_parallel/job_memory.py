@@ -36,7 +36,7 @@ def memory_parts(job: Job, layout: JobLayout, cluster: Cluster, recompute: str) 
         cluster: memory of a communicator.
         recompute: "full" or "none".
     """
-    model, shards = job.model, layout.dp * layout.cp
+    model, shards = job.model, layout.dp * layout.cp if job.sharded_optimizer else 1
     around = model.parameters - model.layers * model.layer_parameters
     weights = (model.layers * model.layer_parameters // layout.pp + around) // layout.tp
     tokens = job.padded_tokens(layout) * job.micro_batch // (layout.cp * layout.tp)

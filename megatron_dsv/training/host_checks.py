@@ -25,6 +25,15 @@ def check_host(args: argparse.Namespace) -> None:
         ValueError, NotImplementedError: one line with the flag, what is allowed, what it got and the way out.
     """
     _check_devices(args)
+    check_folders(args)
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """The part of ``check_host`` that concerns folders and files, which hosts without a GPU see alike.
+
+    Raises:
+        ValueError: as ``check_host``.
+    """
     for name in _WRITTEN:
         folder = getattr(args, name, None)
         if folder is not None and "://" not in folder:

@@ -18,13 +18,18 @@ def main(argv: list[str]) -> None:
         argv: the command line without the program's name.
     """
     child_processes.end_with_launcher()
-    from megatron_dsv.training import arguments
+    from megatron_dsv.training import arguments, dry_run
 
     try:
         cpu.enable()
         compat.apply()
     except ImportError as error:
         arguments.exit_with(error)
+    if dry_run.asked_for(argv):
+        try:
+            return dry_run.run(argv)
+        except (ValueError, NotImplementedError) as error:
+            arguments.exit_with(error)
     args = arguments.parse(argv)
     if args.world_size == 1:
         # A launch of one rank needs no launcher: port 0 is any free one.

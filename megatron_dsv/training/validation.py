@@ -94,7 +94,7 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "inprocess_restart": (False, "leave it unset: restart the job, it goes on from its last checkpoint"),
     "perform_rl_step": (False, "leave it unset: this program pretrains"),
     "phase_transition_iterations": (None, "leave it unset: the order of samples is the data set's own"),
-    "fake_process_group": (False, "use `dsv configs-check` to try a layout without its ranks"),
+    "fake_process_group": (False, "use --dry-run to try a layout without its ranks"),
     "adlr_autoresume": (False, "leave it unset: restart the job, it goes on from its last checkpoint"),
     "openai_gelu": (False, "use --dit-mlp gelu-tanh"),
     "qk_l2_norm": (False, "use --dit-qk-norm rms"),

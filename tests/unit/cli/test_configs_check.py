@@ -31,13 +31,3 @@ def test_the_number_of_ranks_must_be_known(tmp_path, capsys):
 def test_ranks_must_be_a_number_of_ranks(capsys):
     assert main(["configs-check", "experiments/demo", "--ranks", "0"]) == 2
     assert "--ranks must be an integer of at least 1, got 0; leave it out" in capsys.readouterr().err
-
-
-def test_a_launch_is_checked_as_it_is_typed(capsys):
-    launch = ["--config", "experiments/wan2.1-14b-480p", "--latent-data", "x"]
-    assert main(["configs-check", "--ranks", "64", "--launch", *launch, "--pipeline-model-parallel-size", "2"]) == 0
-    assert "64 ranks = TP 8 x PP 2 x DP 4" in capsys.readouterr().out
-    assert main(["configs-check", "--ranks", "64", "--launch", *launch, "--lrr", "1"]) == 2
-    assert "dsv configs-check: error: unknown flag --lrr; did you mean --lr?" in capsys.readouterr().err
-    assert main(["configs-check", "experiments/demo", "--launch", *launch]) == 2
-    assert "--launch must be the only thing to check, got experiments/demo before it" in capsys.readouterr().err

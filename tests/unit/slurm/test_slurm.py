@@ -72,16 +72,16 @@ def test_without_slurm_nothing_is_created(tmp_path):
     assert list(tmp_path.iterdir()) == [site]
 
 
-def test_the_dry_run_checks_the_flags(tmp_path):
-    command = tmp_path / "bin" / "dsv"
+def test_the_dry_run_tries_the_launch(tmp_path):
+    command = tmp_path / "bin" / "python"
     command.parent.mkdir()
-    command.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m megatron_dsv.cli.main \"$@\"\n")
+    command.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} \"$@\"\n")
     command.chmod(0o755)
     site = tmp_path / "site.sh"
     site.write_text(f"DSV_VENV={tmp_path} DSV_DATA=/data DSV_RUNS={tmp_path / 'runs'}\n")
     message = refused("--config", "experiments/dsv-30b", "--tensor-model-parallel-size", "7", DRY_RUN="1",
                       DSV_ENV=str(site), PYTHONPATH=str(SLURM.parents[1]))
-    assert message.splitlines()[-1].startswith("dsv configs-check: error: --tensor-model-parallel-size must")
+    assert message.splitlines()[-1].startswith("pretrain_video_dit.py: error: --tensor-model-parallel-size must")
 
 
 WORKER = """

@@ -1,0 +1,177 @@
+"""``--dry-run``: everything that a launch would refuse, and what it would cost, without ranks and without a GPU.
+
+Flags, folders, data set and checkpoint are looked at as a launch looks at them; memory, time and plans come from the
+simulator, for every sequence length of the data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_dsv.config import DSVConfig
+from megatron_dsv.config_fields import from_args
+from megatron_dsv.context_parallel import sparsity_traces
+from megatron_dsv.context_parallel.geometry import Split
+from megatron_dsv.context_parallel.job_layouts import Job, JobLayout
+from megatron_dsv.context_parallel.job_memory import usable_bytes
+from megatron_dsv.context_parallel.model_shape import ModelShape
+from megatron_dsv.context_parallel.plan_report import GIB, by_block, splits, summary
+from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator
+from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
+
+FLAG = "--dry-run"
+_ASSUMED = sparsity_traces.Trace()
+
+
+def asked_for(argv: Sequence[str]) -> bool:
+    """Whether a command line is to be tried only."""
+    return FLAG in argv
+
+
+def run(argv: Sequence[str]) -> None:
+    """Prints what the launch would do.
+
+    Raises:
+        ValueError, NotImplementedError: the launch would end with this line.
+    """
+    from megatron_dsv.data.latent_dataset import LatentDataset
+    from megatron_dsv.training import arguments, checkpoint_guard, host_checks, run_folders
+    from megatron_dsv.training.run import TrainingRun
+
+    args = arguments.dry_parse(argv, ranks_of(argv, os.environ), check_files=True)
+    host_checks.check_folders(args)
+    run_folders.check(args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
+    job.check_data()
+    checkpoint_guard.check_before_build(args)
+    print(f"{args.world_size} ranks = {layout_of(args)}, global batch {args.global_batch_size}, stage "
+          f"{args.dsv_sparse_stage}")
+    print(_checkpoint_line(args))
+    lengths: dict[int, list[Any]] = {}
+    for shape, records in job.latents.buckets.items():
+        lengths.setdefault(job.layout(shape[1:]).padded_length, []).append((shape, len(records)))
+    longest = max(lengths)
+    worst: Refusal | None = None
+    for tokens, shapes in sorted(lengths.items()):
+        simulator = simulator_of(args, tokens)
+        result = simulator.simulate(layout_of(args))
+        print(f"{tokens:,} tokens: {sum(count for _, count in shapes)} samples of "
+              + ", ".join("x".join(map(str, shape[1:])) for shape, _ in shapes)
+              + f" latents (padding {padding(job, shapes, tokens):.1%})")
+        if isinstance(result, Refusal):
+            worst = result
+            continue
+        print(bucket_report(result, simulator, blocks=tokens == longest))
+    if worst is not None:
+        raise ValueError(f"{worst.layout} cannot run on {simulator.cluster.name}: {worst.reason}")
+    print("the launch can run")
+
+
+def ranks_of(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """Ranks of the launch: of the flag, of torchrun, of Slurm; None leaves it to the configuration files.
+
+    Raises:
+        ValueError: a number that is none.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run-gpus", default=None)
+    flag = parser.parse_known_args(list(argv))[0].dry_run_gpus
+    sources = [("--dry-run-gpus", flag), ("WORLD_SIZE", environment.get("WORLD_SIZE"))]
+    if "SLURM_JOB_NUM_NODES" in environment and "SLURM_GPUS_ON_NODE" in environment:
+        sources += [("SLURM_JOB_NUM_NODES", environment["SLURM_JOB_NUM_NODES"]),
+                    ("SLURM_GPUS_ON_NODE", environment["SLURM_GPUS_ON_NODE"])]
+    found = {}
+    for name, value in sources:
+        if value is not None:
+            if not value.isdecimal() or int(value) < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            found[name] = int(value)
+    for name in ("--dry-run-gpus", "WORLD_SIZE"):
+        if name in found:
+            return found[name]
+    return found["SLURM_JOB_NUM_NODES"] * found["SLURM_GPUS_ON_NODE"] if found else None
+
+
+def layout_of(args: argparse.Namespace) -> JobLayout:
+    """Sizes of the launch."""
+    tp, pp, cp = (getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context"))
+    return JobLayout(tp, pp, cp, args.world_size // (tp * pp * cp))
+
+
+def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
+    """The launch at one sequence length, padding included, on the machines that its flags name."""
+    from megatron_dsv.training.cp_costs import costs_of
+
+    dsv = from_args(DSVConfig, args)
+    # Without grouped queries, which are refused, Megatron's default of one group means nothing.
+    model = ModelShape.from_settings("of the flags", {**vars(args), "num_query_groups": args.num_attention_heads})
+    sparse = dsv.has_predictor and dsv.dsv_sparse_stage != "predictor"
+    job = Job(model, tokens, args.global_batch_size, args.micro_batch_size, dsv.dsv_q_block_size,
+              dsv.dsv_kv_block_size, sparse=sparse, predictor_stride=dsv.dsv_predictor_query_stride,
+              recompute="full" if args.recompute_granularity == "full" else "none", ema=args.ema_decay > 0,
+              sharded_optimizer=bool(args.use_distributed_optimizer), max_padding=math.inf)
+    if args.dry_run_cluster is not None:
+        dsv = replace(dsv, dsv_cp_cluster=args.dry_run_cluster, dsv_cp_calibration=None)
+    costs = costs_of(dsv, device=None, head_dim=model.head_dim)
+    cluster = costs.model.cluster.with_gpus(args.world_size)
+    return Simulator(cluster, costs.model.kernels, job, lambda padded: _stats(dsv, model, args, padded),
+                     _allowed(dsv, args), costs.model.handling)
+
+
+def _stats(dsv: DSVConfig, model: ModelShape, args: argparse.Namespace, tokens: int) -> list[BlockStats]:
+    """What blocks keep: the forced share, or what a trained model of the same depth was measured to."""
+    sizes = [size for size in range(1, args.context_parallel_size + 1) if args.context_parallel_size % size == 0]
+    if dsv.dsv_keep_ratio is None:
+        return _ASSUMED.stats(model.layers, model.heads, model.groups, tokens=tokens, q_block=dsv.dsv_q_block_size,
+                              sizes=sizes)
+    kept = (dsv.dsv_keep_ratio,) * model.heads
+    covered = modelled_coverage(kept, model.heads // model.groups, tokens=tokens, q_block=dsv.dsv_q_block_size,
+                                pattern=_ASSUMED.pattern, sizes=sizes)
+    return [BlockStats(kept, covered)] * model.layers
+
+
+def _allowed(dsv: DSVConfig, args: argparse.Namespace) -> tuple[Split, ...]:
+    """The splits that the run's plans may use; empty for all."""
+    ranks = args.context_parallel_size
+    if dsv.dsv_cp_plan == "sequence":
+        return (Split(1, ranks),)
+    if dsv.dsv_cp_plan == "heads":
+        units = args.num_attention_heads // args.tensor_model_parallel_size
+        g_h = max(size for size in range(1, min(ranks, units) + 1) if ranks % size == 0)
+        return (Split(g_h, ranks // g_h),)
+    return ()
+
+
+def padding(job: Any, shapes: Sequence[tuple[Any, int]], tokens: int) -> float:
+    """Share of the slots that hold no token."""
+    real = sum(job.num_tokens(shape[1:]) * count for shape, count in shapes)
+    return 1 - real / (tokens * sum(count for _, count in shapes))
+
+
+def bucket_report(result: Simulation, simulator: Simulator, *, blocks: bool) -> str:
+    """Time and memory of one sequence length, with the plan of every block where asked for."""
+    used, limit = sum(result.memory.values()), usable_bytes(simulator.cluster)
+    lines = [f"  step {result.step_ms / 1e3:.3f} s, {result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%}, memory "
+             f"{used / GIB:.1f} of {limit / GIB:.1f} GiB a GPU, recompute {result.recompute}, {splits(result)} "
+             f"(predicted for {simulator.cluster.name} in bf16)"]
+    if blocks:
+        lines += [summary(result), by_block(result, simulator.stats(simulator.job.padded_tokens(result.layout)))]
+    return "\n".join(lines)
+
+
+def _checkpoint_line(args: argparse.Namespace) -> str:
+    from megatron_dsv.training.checkpoint_guard import checkpoint_folder
+
+    for flag, root in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
+        folder = checkpoint_folder(root, args.ckpt_step if flag == "--load" else None)
+        if folder is not None:
+            return f"checkpoint: {folder} of {flag}, of this model"
+    return "checkpoint: none, the run starts from scratch"

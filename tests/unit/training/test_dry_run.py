@@ -1,0 +1,108 @@
+"""A launch is tried without ranks: what it would refuse, and what it would take."""
+
+import re
+
+import pytest
+
+from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.training import dry_run
+from megatron_dsv.training.arguments import HostError
+from megatron_dsv.training.main import main
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Videos of 9 x 16 x 16 and 5 x 16 x 16 tokens."""
+    return write_latents(tmp_path / "data", [(9, 32, 32)] * 3 + [(5, 32, 32)], text_dim=4096)
+
+
+def flags(data, *more):
+    return ["--config", "model/dsv-2.7b", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4", "--bf16",
+            "--latent-data", str(data), "--latent-valid-samples", "1", "--dry-run", *more]
+
+
+def test_a_launch_that_fits_says_what_it_takes(data, capsys):
+    dry_run.run(flags(data, "--dry-run-gpus", "8", "--tensor-model-parallel-size", "2", "--global-batch-size", "8",
+                      "--use-distributed-optimizer", "--dsv-sparse-stage", "auto", "--dry-run-cluster", "h800"))
+    out = capsys.readouterr().out
+    assert "8 ranks = TP 2 x PP 1 x CP 1 x DP 4, global batch 8, stage auto" in out
+    assert "checkpoint: none, the run starts from scratch" in out
+    assert "1,280 tokens: 1 samples of 5x32x32 latents (padding 0.0%)" in out
+    assert "2,304 tokens: 3 samples of 9x32x32 latents (padding 0.0%)" in out
+    assert out.count("(predicted for h800 in bf16)") == 2
+    assert re.search(r"0-31 +1 x 1 h_inner +dense", out)
+    assert out.endswith("the launch can run\n")
+
+
+def test_sharing_out_the_optimizer_is_seen_in_the_memory(data, capsys):
+    def gib(*more):
+        dry_run.run(flags(data, "--dry-run-gpus", "8", *more))
+        return max(map(float, re.findall(r"memory ([\d.]+) of", capsys.readouterr().out)))
+
+    apart, together = gib("--use-distributed-optimizer"), gib()
+    # 2.7 billion parameters, 12 bytes each, of which seven eighths lie elsewhere.
+    assert together - apart == pytest.approx(12 * 2.7e9 * 7 / 8 / 2**30, rel=0.15)
+
+
+def test_a_launch_that_does_not_fit_ends_with_the_limit(data, capsys):
+    argv = ["--config", "model/dsv-30b", *flags(data, "--dry-run-gpus", "2")[2:]]
+    with pytest.raises(ValueError, match=r"TP 1 x PP 1 x CP 1 x DP 2 cannot run on h200: memory: \d+.\d GiB of 132.0 "
+                                         r"that a GPU can use \(optimizer"):
+        dry_run.run(argv)
+    with pytest.raises(ValueError, match="the number of GPUs must be at most one node, 8, or a multiple of it, got 12"):
+        dry_run.run(flags(data, "--dry-run-gpus", "12"))
+
+
+def test_it_ends_like_a_launch(data, capsys):
+    main(flags(data, "--dry-run-gpus", "1"))
+    assert capsys.readouterr().out.endswith("the launch can run\n")
+    with pytest.raises(SystemExit) as caught:
+        main(flags(data, "--dry-run-gpus", "1", "--lrr", "1"))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.endswith("error: unknown flag --lrr; did you mean --lr?\n")
+    assert error.count("\n") == 1
+
+
+def test_data_folders_and_checkpoints_are_looked_at(data, tmp_path):
+    with pytest.raises(HostError, match="--latent-data must be a folder written by `dsv prepare`"):
+        dry_run.run(flags(tmp_path / "none", "--dry-run-gpus", "1"))
+    with pytest.raises(ValueError, match="--dit-text-dim must be the data set's 4096, got 32"):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", "--dit-text-dim", "32"))
+    with pytest.raises(ValueError, match=r"--load must be the folder that a run .* does not exist"):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", "--load", str(tmp_path / "none")))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match=r"--load .*iter_0000007 does not exist"):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", "--load", str(broken)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--save must be a folder, got .*, which is a file"):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", "--save", str(tmp_path / "file"), "--save-interval", "1"))
+
+
+@pytest.mark.parametrize(("argv", "environment", "ranks"), [
+    (["--dry-run-gpus", "4"], {"WORLD_SIZE": "2"}, 4),
+    (["--dry-run-gpus=4", "--lr", "1"], {}, 4),
+    ([], {"WORLD_SIZE": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}, 2),
+    ([], {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}, 32),
+    ([], {"SLURM_JOB_NUM_NODES": "4"}, None),
+])
+def test_the_number_of_ranks(argv, environment, ranks):
+    assert dry_run.ranks_of(argv, environment) == ranks
+
+
+def test_a_number_of_ranks_that_is_none():
+    with pytest.raises(ValueError, match="--dry-run-gpus must be a whole number of at least 1, got '0'"):
+        dry_run.ranks_of(["--dry-run-gpus", "0"], {})
+    with pytest.raises(ValueError, match="WORLD_SIZE must be a whole number of at least 1, got 'x'"):
+        dry_run.ranks_of([], {"WORLD_SIZE": "x"})
+
+
+def test_without_a_number_the_configuration_file_says_it(data, tmp_path, capsys):
+    with pytest.raises(ValueError, match="a `gpus` key is required"):
+        dry_run.run(flags(data))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("gpus: 4\n")
+    dry_run.run(flags(data, "--config", str(mine)))
+    assert "4 ranks = TP 1 x PP 1 x CP 1 x DP 4" in capsys.readouterr().out
