@@ -98,7 +98,7 @@ def block(size: Size, seconds: float, device: torch.device, kernels: Kernels, ca
     if calibrated is not None:
         calibration = Calibration.load(calibrated)
     else:
-        sizes = Sizes(size.shape, size.calibration_tokens, size.densities, size.payloads, seconds / 2, dtype)
+        sizes = Sizes(size.shape, size.calibration_tokens, size.densities, size.payloads, seconds, dtype)
         calibration = Microbenchmarks(sizes, device, cluster.load("h200x2"), dist.group.WORLD, kernels).calibrate()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

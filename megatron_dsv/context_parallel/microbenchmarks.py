@@ -110,16 +110,16 @@ class Microbenchmarks:
         Raises:
             ValueError: sizes that do not fit the number of ranks.
         """
+        first, memory = (None, None) if self.group is None else communicator_mib(self.group, self.device)
         kernels, rows = self.kernel_rates()
         measured: dict[str, Any] = {"blocks": rows}
         cluster, handling = self.cluster, Handling()
         if self.group is not None and self.ranks > 1:
             manager = CPGroupManager(self.group, node_ranks=self.ranks, device=self.device)
-            memory = communicator_mib(self.group, self.device)
             splits = [Split(1, self.ranks), Split(self.ranks, 1)]
             manager.prepare(splits)
             links = self.links()
-            measured |= {"all_to_all": [row._asdict() for row in links]}
+            measured |= {"all_to_all": [row._asdict() for row in links], "first_communicator_mib": first}
             cluster = replace(fit_links(cluster, links), overlap=self.overlap(manager))
             if memory is not None:
                 cluster = replace(cluster, communicator_mib=max(1, round(memory)))
@@ -295,24 +295,25 @@ class Microbenchmarks:
             torch.cuda.empty_cache()
 
 
-def communicator_mib(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Device memory that a new communicator of the same ranks takes once both collectives ran; None without CUDA.
+def communicator_mib(group: dist.ProcessGroup, device: torch.device) -> tuple[float | None, float | None]:
+    """Device memory that the first use of ``group``, and then a new communicator of the same ranks, take; None without
+    CUDA.
 
-    The communicator stays: groups are never destroyed.
+    The new communicator stays: groups are never destroyed.
     """
-    def free() -> int:
+    def taken(work: Callable[[], None]) -> float:
         torch.cuda.synchronize(device)
-        return torch.cuda.mem_get_info(device)[0]
+        before = torch.cuda.mem_get_info(device)[0]
+        work()
+        torch.cuda.synchronize(device)
+        x = torch.tensor([float(before - torch.cuda.mem_get_info(device)[0])], device=device)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        return float(x) / 2**20
 
     if device.type != "cuda":
-        return None
-    # Connected and loaded first, so that the difference is the communicator's own.
-    warm(group, device)
-    before = free()
-    warm(dist.new_group(dist.get_process_group_ranks(group)), device)
-    x = torch.tensor([float(before - free())], device=device)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return float(x) / 2**20
+        return None, None
+    return (taken(lambda: warm(group, device)),
+            taken(lambda: warm(dist.new_group(dist.get_process_group_ranks(group)), device)))
 
 
 def warm(group: dist.ProcessGroup, device: torch.device) -> None:

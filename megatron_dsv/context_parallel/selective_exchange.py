@@ -61,7 +61,7 @@ class SelectiveExchange:
     def send(self, stage: int, k: Tensor, v: Tensor) -> Shipment:
         """Own rows that others asked for, of k, v [Nb * t, b, n, d]."""
         block, batch, head = self._outgoing(stage)
-        rows = self._pair(k, v, block, batch, head, self.stages.place_blocks)
+        rows = self._pair(k, v, block, batch, head)
         return Shipment(rows, self._per_place(1, self.stages.targets(stage)),
                         self._per_place(0, self.stages.sources(stage)))
 
@@ -79,7 +79,7 @@ class SelectiveExchange:
         """Gradients of a stage's k and v back to the rows' owners."""
         lane, place = self._slots(stage)
         n = max(1, self._lanes[1])
-        rows = self._pair(dk, dv, place, lane // n, lane % n, self._width(stage))
+        rows = self._pair(dk, dv, place, lane // n, lane % n)
         return Shipment(rows, self._per_place(0, self.stages.sources(stage)),
                         self._per_place(1, self.stages.targets(stage)))
 
@@ -146,13 +146,16 @@ class SelectiveExchange:
         lane = places // self.stages.place_blocks % max(1, self._lanes[0] * self._lanes[1])
         return lane, _parts(self._position, sources).reshape(-1)[places]
 
-    def _pair(self, k: Tensor, v: Tensor, block: Tensor, batch: Tensor, head: Tensor, blocks: int) -> Tensor:
+    def _pair(self, k: Tensor, v: Tensor, block: Tensor, batch: Tensor, head: Tensor) -> Tensor:
         """[R, t, 2, d]: blocks of k and v [blocks * t, b, n, d], one after the other."""
-        t = self.stages.block
-        rows = k.new_empty((block.numel(), t, 2, k.shape[-1]))
+        t, (_, b, n, d) = self.stages.block, k.shape
+        rows = k.new_empty((block.numel(), t, 2, d))
         if block.numel():
+            # Whole rows of d by one index: several indices would move element by element.
+            tokens = block[:, None] * t + torch.arange(t, device=block.device)
+            index = ((tokens * b + batch[:, None]) * n + head[:, None]).view(-1)
             for number, x in enumerate((k, v)):
-                rows[:, :, number] = x.unflatten(0, (blocks, t))[block, :, batch, head]
+                rows[:, :, number] = x.reshape(-1, d).index_select(0, index).view(-1, t, d)
         return rows
 
 
