@@ -1,9 +1,10 @@
-"""``dsv report``: a run's metrics from its TensorBoard folder, as a table, a CSV file or a plot."""
+"""``dsv report``: a run's metrics from its TensorBoard folder, as a table, a CSV file or a plot; and its plans."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--match must be a part of one of the {len(everything)} metrics in {args.folder}, such as "
                          f"{next(iter(everything))}, got {args.match!r}{layers}")
     print(table(series))
+    plans = [] if args.match else read_plans(args.folder)
+    if plans:
+        print(f"\n{plan_table(plans)}")
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -77,6 +81,34 @@ def read(folder: str) -> Series:
         raise ValueError(f"the folder must hold scalars in its event files, got {folder}, whose {len(files)} event "
                          "files have none yet; a run writes the first after --log-interval steps")
     return {name: sorted(points.items()) for name, points in sorted(merged.items())}
+
+
+def read_plans(folder: str) -> list[dict]:
+    """What became of every context-parallel plan, in order, from the ``plans.jsonl`` files below ``folder``.
+
+    Raises:
+        ValueError: a line that no run wrote.
+    """
+    rows = []
+    for file in sorted(Path(folder).rglob("plans.jsonl"), key=lambda path: path.stat().st_mtime):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                rows.append({name: row[name] for name in ("step", "event", "version", "splits")} | row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}, line {number}: must be what a run wrote: {error}") from None
+    return rows
+
+
+def plan_table(rows: list[dict]) -> str:
+    """A line for every plan: when it came, what became of it, its splits, and what it promised or why it failed."""
+    lines = [f"{'step':>8}  {'plan':>5}  {'':9}  splits"]
+    for row in rows:
+        before, after = row.get("predicted_ms", (0.0, 0.0))
+        promise = f"{before:.4g} -> {after:.4g} ms" if before else f"{after:.4g} ms" if after else row.get("reason", "")
+        version = row.get("refused", row["version"])
+        lines.append(f"{row['step']:>8}  {version:>5}  {row['event']:9}  {row['splits']}  {promise}".rstrip())
+    return "\n".join(lines)
 
 
 def table(series: Series) -> str:

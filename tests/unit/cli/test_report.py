@@ -1,4 +1,5 @@
 import csv
+import json
 
 import pytest
 
@@ -72,3 +73,26 @@ def test_output_files_are_checked_before_anything_is_read(run_folder, tmp_path, 
         assert words in captured.err
         assert captured.err.count("\n") == 1
         assert not captured.out
+
+
+def test_plans_over_time_follow_the_metrics(run_folder, capsys):
+    lines = [
+        {"step": 0, "event": "committed", "version": 1, "splits": "1 x 2 in 4 blocks", "changed": 4, "seconds": 0.1,
+         "predicted_ms": [0.0, 44.25]},
+        {"step": 50, "event": "refused", "version": 1, "splits": "1 x 2 in 4 blocks", "refused": 2, "by": 3,
+         "reason": "rank 3 says why"},
+        {"step": 100, "event": "committed", "version": 2, "splits": "2 x 1 in 3 blocks, 1 x 2 in 1", "changed": 3,
+         "seconds": 0.1, "predicted_ms": [44.25, 12.5]}]
+    (run_folder / "plans.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(run_folder)]) == 0
+    shown = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split()[:3] for line in shown[1:]] == [
+        ["0", "1", "committed"], ["50", "2", "refused"], ["100", "2", "committed"]]
+    assert shown[1].endswith("1 x 2 in 4 blocks  44.25 ms")
+    assert shown[2].endswith("rank 3 says why")
+    assert shown[3].endswith("2 x 1 in 3 blocks, 1 x 2 in 1  44.25 -> 12.5 ms")
+    assert main(["report", str(run_folder), "--match", "loss"]) == 0
+    assert "plan" not in capsys.readouterr().out
+    (run_folder / "plans.jsonl").write_text('{"step": 1}\n')
+    assert main(["report", str(run_folder)]) == 2
+    assert "plans.jsonl, line 1: must be what a run wrote: 'event'" in capsys.readouterr().err
