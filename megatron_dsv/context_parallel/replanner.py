@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dsv.context_parallel.corrections import NO_CORRECTIONS, Corrections
-from megatron_dsv.context_parallel.plan import CPPlan
+from megatron_dsv.context_parallel.plan import CPPlan, attending
 from megatron_dsv.context_parallel.planner import Hysteresis, Problem, evaluate, make_plan, replan
 from megatron_dsv.context_parallel.statistics import BlockStats, digest
 
@@ -100,7 +100,10 @@ class Replanner:
         for number, (_, problem) in enumerate(problems):
             old, stats = plan.blocks[number], profile.stats[number]
             new, state = replan(problem, old, stats, profile.sparse[number], self.states[number], step)
-            before += sum(evaluate(problem, block, of).total for block, of in zip(old, stats))
+            # A block that turned sparse or dense would run so under its old split, too.
+            kept = [attending(block, sparse=sparse, kv_block=problem.shape.kv_block)
+                    for block, sparse in zip(old, profile.sparse[number])]
+            before += sum(evaluate(problem, block, of).total for block, of in zip(kept, stats))
             after.append(sum(evaluate(problem, block, of).total for block, of in zip(new, stats)))
             changed += sum(a != b for a, b in zip(old, new))
             rows.append(new)

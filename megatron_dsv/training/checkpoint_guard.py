@@ -25,8 +25,11 @@ DSV_PARTS = (".self_attention.predictor.", ".self_attention.statistics.")
 LAYERS = "decoder.layers."
 
 
-def check_before_build(args: argparse.Namespace) -> None:
+def check_before_build(args: argparse.Namespace) -> Any:
     """Looks at what this launch would load, on every rank for itself, before anything is built.
+
+    Returns:
+        The arguments of the run that this launch resumes; None if it begins a run of its own.
 
     Raises:
         CheckpointError: truncated files, another model, or an optimizer's state of another kind.
@@ -35,15 +38,16 @@ def check_before_build(args: argparse.Namespace) -> None:
     try:
         folder = checkpoint_folder(root, args.ckpt_step)
         if folder is None:
-            return
+            return None
         stored_shapes(folder)
         saved = common_state(folder).get("args")
         # Megatron takes a pretrained checkpoint as it takes any under --finetune: as weights, for a run of their own.
         if saved is None or args.finetune or flag != "--load":
-            return
+            return None
         model_identity.check_model(saved, args, str(folder))
         if not (args.no_load_optim or getattr(saved, "no_save_optim", False)):
             model_identity.check_optimizer(saved, args, str(folder))
+        return saved
     except CheckpointError as error:
         raise CheckpointError(f"{flag} {error}") from error
 

@@ -59,6 +59,9 @@ class DSVController:
         groups: process groups.
         num_layers: of the whole model.
         recorder: takes the numbers of each step for the log.
+
+    Attributes:
+        profiles_now: whether the step under way is profiled.
     """
 
     def __init__(self, model: Iterable[nn.Module], dsv: DSVConfig, groups: DSVGroups, num_layers: int,
@@ -84,7 +87,7 @@ class DSVController:
         self._step: int | None = None
         self._first_step: int | None = None
         self._profile_first = False
-        self._profiles_now = False
+        self.profiles_now = False
 
     def begin_run(self) -> None:
         """To be called once, after a checkpoint is loaded and before the first step, by every rank.
@@ -114,10 +117,10 @@ class DSVController:
         if self._first_step is None:
             self._first_step = step
         self._step = step
-        self._profiles_now = self.optimizer is not None and (
+        self.profiles_now = self.optimizer is not None and (
             step % self.dsv.dsv_profile_interval == 0 or (step == self._first_step and self._profile_first))
         for attention in self.attentions.values():
-            attention.begin_step(step, profiles=self._profiles_now)
+            attention.begin_step(step, profiles=self.profiles_now)
 
     def end_step(self) -> None:
         """To be called once a step, after the last backward and before the backbone's optimizer."""
@@ -128,7 +131,7 @@ class DSVController:
         self.recorder.record("dsv/predictor_loss", done.loss)
         self.recorder.record("dsv/predictor_grad_norm", done.grad_norm)
         self.recorder.record("dsv/predictor_skipped_layers", len(done.skipped_layers))
-        if self._profiles_now:
+        if self.profiles_now:
             self._absorb_profiles()
             self.profiled_at = self._step
             self.layer_reports = self.report_layers()

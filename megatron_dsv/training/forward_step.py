@@ -25,8 +25,8 @@ def forward_step(run: TrainingRun, data_iterator: Iterator[dict[str, Tensor]],
     latents, noise, timesteps = batch["latents"], batch["noise"], batch["timestep"]
     frames, rows, columns = latents.shape[2:]
     num_tokens = run.num_tokens((frames, rows, columns))
-    if model.training and run.controller is not None:
-        run.controller.begin_micro_batch(run.args.curr_iteration, num_tokens)
+    if model.training:
+        run.begin_micro_batch((frames, rows, columns))
     output = model(latents=interpolate(latents, noise, timesteps), timesteps=timesteps, text=batch["text"])
     target = velocity(latents, noise)
     return output, partial(loss_function, run=run, target=target, timesteps=timesteps, num_tokens=num_tokens,

@@ -66,16 +66,18 @@ def _train(args: Any) -> None:
     from megatron_dsv.training import arguments, ema, finite_steps, logging, run_config
     from megatron_dsv.training.builders import build_model, process_groups
     from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard
+    from megatron_dsv.training.cp_record import stored_text
     from megatron_dsv.training.cp_runtime import build_cp_runtime
     from megatron_dsv.training.datasets import DatasetProvider
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
     from megatron_dsv.training.forward_step import forward_step
+    from megatron_dsv.training.observers import build_planning, build_trace
     from megatron_dsv.training.run import TrainingRun
 
     try:
         run = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
         run.check_data()
-        check_before_build(args)
+        resumed = check_before_build(args)
     except CheckpointError as error:
         # Ranks have not met yet: one that cannot read what the others read must speak for itself.
         arguments.exit_with(arguments.HostError(str(error)))
@@ -92,6 +94,8 @@ def _train(args: Any) -> None:
         groups = DSVGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, pipeline=pg_collection.pp,
                            model=pg_collection.mp, context_size=pg_collection.cp.size())
         run.controller = controller = DSVController([model], run.dsv, groups, args.num_layers, run.recorder)
+        run.planning = build_planning(run, controller)
+        run.trace = build_trace(run, controller)
         finalize = run.finite_steps.finalize_with(finalize_model_grads, lambda: args.curr_iteration + 1)
 
         def finalize_and_end_step(*positional: Any, **named: Any) -> None:
@@ -111,6 +115,8 @@ def _train(args: Any) -> None:
     def begin_and_train(*positional: Any, **named: Any) -> Any:
         if run.controller is not None:
             run.controller.begin_run()
+        if run.planning is not None:
+            run.planning.begin_run(stored_text(resumed), args.iteration)
         run.plan_next_step(args.iteration)
         return train(*positional, **named)
 

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -18,10 +19,12 @@ from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.training.arguments import HostError
+from megatron_dsv.training.cp_planning import CPPlanning
 from megatron_dsv.training.cp_runtime import CPRuntime, redraw_plan
 from megatron_dsv.training.dsv_controller import DSVController
 from megatron_dsv.training.finite_steps import FiniteSteps
 from megatron_dsv.training.loss_bins import LossBins
+from megatron_dsv.training.sparsity_trace import SparsityTrace
 
 _PADDING_WORTH_A_LINE = 0.5
 """Videos of two query groups or more stay below it."""
@@ -39,6 +42,8 @@ class TrainingRun:
         latents: the prepared data set.
         controller: drives DSV; None until the model is built.
         cp: context parallelism; None until the model is built, and without it.
+        planning: solves context-parallel plans; None unless the flags ask for it.
+        trace: what profiles found, in the run's folder; None without a folder or predictors.
         loss_bins: loss by timestep since the last log line.
         finite_steps: ends the run at a loss or a gradient that is not finite.
         recorder: DSV's numbers since the last log line.
@@ -48,6 +53,8 @@ class TrainingRun:
     latents: LatentDataset
     controller: DSVController | None = None
     cp: CPRuntime | None = None
+    planning: CPPlanning | None = None
+    trace: SparsityTrace | None = None
     loss_bins: LossBins = field(init=False)
     finite_steps: FiniteSteps = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
@@ -69,6 +76,21 @@ class TrainingRun:
         """Whether this rank counts its samples' losses and tokens: one of each context-parallel group does."""
         return self.cp is None or self.cp.manager.rank == 0
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the run writes what people read later; None for a run that writes nothing."""
+        folder = self.args.save or self.args.tensorboard_dir
+        return None if folder is None else Path(folder)
+
+    def begin_micro_batch(self, latent_shape: tuple[int, int, int]) -> None:
+        """To be called before each training micro-batch's forward, with its latent video's (T, Y, X)."""
+        if self.controller is None:
+            return
+        layout = self.layout(latent_shape)
+        self.controller.begin_micro_batch(self.args.curr_iteration, layout.num_tokens)
+        if self.planning is not None:
+            self.planning.begin_micro_batch(profiles=self.controller.profiles_now, tokens=layout.padded_length)
+
     def plan_next_step(self, step: int) -> None:
         """To be called by every rank between two steps: may change the context-parallel plan.
 
@@ -77,6 +99,11 @@ class TrainingRun:
         """
         if self.cp is not None:
             redraw_plan(self.cp, self.dsv, seed=self.args.seed, step=step)
+        if self.planning is not None:
+            self.planning.end_step(step)
+        if self.trace is not None and self.controller is not None and self.controller.profiled_at == step - 1:
+            coverage = {} if self.planning is None else self.planning.record.coverage
+            self.trace.add(step, self.controller.num_tokens, coverage)
 
     def num_tokens(self, latent_shape: tuple[int, int, int]) -> int:
         """Real tokens of a latent video (T, Y, X)."""
