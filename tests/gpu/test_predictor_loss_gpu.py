@@ -8,7 +8,7 @@ import torch
 from megatron_dsv.kernels.attention_profile.api import block_mass, smallest_set
 from megatron_dsv.kernels.predictor_loss import api
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
-from megatron_dsv.sparsity.profile import profile_query_groups
+from megatron_dsv.testing.profiles import profile_query_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

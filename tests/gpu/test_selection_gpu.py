@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
-from megatron_dsv.sparsity.profile import profile_query_groups
 from megatron_dsv.sparsity.selection_rules import RULES, select
+from megatron_dsv.testing.profiles import profile_query_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_dsv.sparsity.predictor_loss import predictor_loss
-from megatron_dsv.sparsity.profile import profile_query_groups, update_running
+from megatron_dsv.sparsity.profile import update_running
 from megatron_dsv.sparsity.selection_rules import RULES, select
+from megatron_dsv.testing.profiles import profile_query_groups
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

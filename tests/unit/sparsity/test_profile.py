@@ -15,10 +15,10 @@ from megatron_dsv.sparsity.profile import (
     FIELDS,
     GroupProfile,
     profile_gathered_groups,
-    profile_query_groups,
     update_running,
 )
 from megatron_dsv.sparsity.selection_rules import select
+from megatron_dsv.testing.profiles import profile_query_groups
 
 
 def smallest(values: list[float], target: float) -> int:
