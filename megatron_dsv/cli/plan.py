@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_dsv.context_parallel.kernel_rates import MeasuredKernels
 from megatron_dsv.context_parallel.model_shape import ModelShape
 from megatron_dsv.context_parallel.plan_report import as_data, by_block, ranking, summary
 from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator, dense_twin
-from megatron_dsv.context_parallel.statistics import PATTERNS, BlockStats, modelled_coverage
+from megatron_dsv.context_parallel.statistics import PATTERNS, BlockStats
 
 _LARGEST = 4096
 
@@ -110,29 +109,21 @@ def build(args: argparse.Namespace, model: ModelShape, cluster: clusters.Cluster
 
 
 def statistics_of(args: argparse.Namespace, model: ModelShape) -> Callable[[int], Sequence[BlockStats]]:
-    """Padded tokens -> statistics of every block, recorded or built in; what no run measured follows --coverage."""
-    sizes = [size for size in range(1, _LARGEST + 1) if _LARGEST % size == 0 or size <= 16]
+    """Padded tokens -> statistics of every block, recorded or built in."""
     if args.sparsity.endswith((".json", ".jsonl")):
         recorded = sparsity_traces.load(args.sparsity, heads=model.heads, groups=model.groups)
         if len(recorded) != model.layers:
             raise ValueError(f"--sparsity {args.sparsity} must have the model's {model.layers} layers, "
                              f"got {len(recorded)}")
-        def stats(tokens: int) -> list[BlockStats]:
-            return [block if block.coverage else replace(block, coverage=modelled_coverage(
-                block.density, model.heads // model.groups, tokens=tokens, q_block=args.q_block_size,
-                pattern=args.coverage, sizes=sizes)) for block in recorded]
-    else:
-        trace = sparsity_traces.Trace(args.sparsity, args.sparsity_cap, args.head_spread, args.coverage)
-
-        def stats(tokens: int) -> list[BlockStats]:
-            return trace.stats(model.layers, model.heads, model.groups, tokens=tokens, q_block=args.q_block_size,
-                               sizes=sizes)
-
+        return lambda tokens: recorded
+    trace = sparsity_traces.Trace(args.sparsity, args.sparsity_cap, args.head_spread, args.coverage)
+    sizes = [size for size in range(1, _LARGEST + 1) if _LARGEST % size == 0 or size <= 16]
     made: dict[int, list[BlockStats]] = {}
 
     def of(tokens: int) -> list[BlockStats]:
         if tokens not in made:
-            made[tokens] = stats(tokens)
+            made[tokens] = trace.stats(model.layers, model.heads, model.groups, tokens=tokens,
+                                       q_block=args.q_block_size, sizes=sizes)
         return made[tokens]
 
     return of

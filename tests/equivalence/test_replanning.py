@@ -139,17 +139,6 @@ def test_a_plan_that_one_rank_reads_differently_is_taken_by_none_and_training_go
     assert versions(log) == [1, 1, 2, *range(3, 3 + len(rest))]
 
 
-def test_every_length_has_a_plan_from_the_start(train, planned, mixed_latents):
-    """Three shapes of 20 to 72 tokens: two buckets, whose four blocks are planned before any of them is seen."""
-    expected = train(f"{AUTO} --eval-iters 0", steps=7, data=mixed_latents)
-    log = train(f"{AUTO} {CP2} {planned} --eval-iters 0", 2, steps=7, data=mixed_latents, main=watched)
-    assert_same(log, expected)
-    first, *later = said(log)
-    assert first.startswith("plan 1 at step 0: 2 x 1 in 4 blocks; 4 of 4 changed; ")
-    assert versions(log) == [1, *range(2, 2 + len(later))]
-    assert later
-
-
 def test_what_a_run_recorded_is_what_dsv_reads(straight, tmp_path, capsys):
     folder, _ = straight
     trace = [json.loads(line) for line in (folder / "sparsity.jsonl").read_text().splitlines()]

@@ -4,16 +4,14 @@ Straight runs save halfway and at the end, so that a resumed run is compared wit
 weights, predictors and both their Adam moments, profiles, gate states, EMA and the optimizer's own moments.
 """
 
-import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_dsv.testing.checkpoints import contents
 from megatron_dsv.training.main import main
 
 SMALL = "--num-layers 2 --global-batch-size 2 --eval-iters 0 --dsv-kv-block-size 4"
@@ -27,20 +25,6 @@ STAGES = {
 }
 LAYOUTS = {"one": (1, ""), "dp2-distributed-optimizer": (2, DISTRIBUTED),
            "pp2-distributed-optimizer": (2, f"{PP2} {DISTRIBUTED}")}
-
-
-def contents(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors by key, common state) of a checkpoint, read without Megatron."""
-    path = folder / f"iter_{step:07d}"
-    state: dict[str, Any] = {}
-    for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        if hasattr(entry, "size"):
-            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        elif key.startswith("common_state/"):
-            state[key] = io.BytesIO()
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    (common,) = state.pop("common_state/shard_0_1")
-    return state, common
 
 
 def printing_draws(argv: list[str]) -> None:

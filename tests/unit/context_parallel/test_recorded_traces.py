@@ -1,13 +1,11 @@
 """A run's sparsity.jsonl: what is appended is what `dsv plan` reads, also after a kill."""
 
-import argparse
 import json
 import re
 
 import pytest
 
 from megatron_dsv.cli.main import main
-from megatron_dsv.cli.plan import load_model, statistics_of
 from megatron_dsv.context_parallel.plan import CPPlan
 from megatron_dsv.context_parallel.sparsity_traces import append, load
 from megatron_dsv.context_parallel.statistics import BlockStats
@@ -49,18 +47,6 @@ def test_what_is_no_trace_is_refused(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"sparsity {file}: {message}")):
         load(str(file), heads=4, groups=4)
-
-
-def test_coverage_that_no_run_measured_follows_the_pattern(tmp_path):
-    file = tmp_path / "sparsity.jsonl"
-    measured = BlockStats((0.05,) * 12, ((2, (0.5,) * 12),))
-    append(file, [measured, *[BlockStats((0.05,) * 12)] * 29], step=50, tokens=65536)
-    args = argparse.Namespace(sparsity=str(file), coverage="hub", q_block_size=64)
-    first, second, *_ = statistics_of(args, load_model("wan2.1-1.3b"))(65536)
-    assert first == measured
-    assert [second.unit_coverage(0, ranks) for ranks in (2, 8)] == pytest.approx([1 - 0.95**1.2] * 2)
-    args.coverage = "independent"
-    assert statistics_of(args, load_model("wan2.1-1.3b"))(65536)[1].unit_coverage(0, 2) == pytest.approx(1.0)
 
 
 def test_a_job_is_planned_from_what_a_run_recorded(tmp_path):
