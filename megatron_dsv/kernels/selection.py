@@ -96,12 +96,15 @@ class KVSelection:
             RuntimeError: a row has more entries than ``max_row_count``; on CUDA a device-side assertion, since nothing
                 waits for the device.
         """
-        counts = self._entries()
+        counts = self.entries()
         width = max(1, self.max_row_count)
         return _rectangle(self.kv_indices, self.row_start, counts, width, fill), counts
 
-    def _entries(self) -> Tensor:
-        """Entries of every row, int32 [b, h, Nq]: ``row_count``, and the valid blocks where a row is dense."""
+    def entries(self) -> Tensor:
+        """Entries of every row, int32 [b, h, Nq]: ``row_count``, and the valid blocks where a row is dense.
+
+        Raises RuntimeError as ``padded`` does.
+        """
         group_ratio = self.row_start.shape[1] // self.kv_length.shape[1]
         valid_blocks = (self.kv_length + self.kv_block_size - 1) // self.kv_block_size
         valid_blocks = valid_blocks.repeat_interleave(group_ratio, dim=1)[..., None]
@@ -167,7 +170,7 @@ def _transpose(selection: KVSelection) -> KVSelection:
     b, h, nq = selection.row_start.shape
     nk, width = selection.num_kv_blocks, max(1, selection.max_row_count)
     device = selection.kv_indices.device
-    entries = selection._entries().reshape(b * h, nq)
+    entries = selection.entries().reshape(b * h, nq)
     row_start = selection.row_start.reshape(b * h, nq)
     groups = torch.empty(b * h, nq * width, dtype=torch.int32, device=device)
     twin_start = torch.empty(b * h, nk, dtype=torch.int64, device=device)

@@ -4,6 +4,8 @@ their own process.
 TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,15 @@ def _run(case, dtype, *, deterministic):
                                              (SHORT, torch.float32)], ids=str)
 def test_kernels_match_the_oracle_with_poisoned_outputs_and_padding(case, dtype, deterministic):
     _run(case, dtype, deterministic=deterministic)
+
+
+def test_a_bound_that_the_ordered_sum_would_write_past_is_refused():
+    selection, _ = random_selection(SHORT)
+    q, k, v, dout = random_qkv(SHORT, dtype=torch.float16)
+    narrow = replace(selection, max_row_count=1)
+    out, lse = api.forward(q, k, v, narrow, backend="triton")
+    with pytest.raises(RuntimeError, match="max_row_count must bound the entries of every row"):
+        api.backward(dout, q, k, v, out, lse, narrow, backend="triton", deterministic=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

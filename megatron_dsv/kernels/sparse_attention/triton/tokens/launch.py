@@ -59,6 +59,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 def _ordered_dkv(plan: Callable[..., Launch], dk: Tensor, dv: Tensor, selection: KVSelection,
                  dtype: torch.dtype) -> None:
     """Runs of rows in turn: each row's dk and dv to a place of its own, then added to dk and dv in order."""
+    # A row with more entries than places would write over the next one's.
+    selection.entries()
     sk, b, heads_kv, d = dk.shape
     places, rows = max(1, selection.max_row_count), selection.row_start.numel()
     step = max(1, min(rows, _SCRATCH_BYTES // (2 * places * d * dtype.itemsize)))
