@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block              # H200s; merged into the results
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block --size toy   # gloo, any CPU, seconds
+    python benchmarks/bench_cp.py --part train --tokens 65536                    # starts its own ranks
 
 ``block`` is one attention block of dsv-2.7b: projection to low rank, selection, exchanges, attention, backward. Every
 arm is checked first; a red one has no numbers, and the exit status is 1. ``exposed_comm_ms`` is the block's time less
 that of the same block with exchanges replaced by local copies of the same bytes.
+``train`` is the training program with one plan after another, on two GPUs and, at 65,536 tokens, on one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from attention.report import load
 from bench_attention import versions
 from cp.block import LIMIT, Arm, BlockBench
+from cp.train import SHAPES, TrainBench, cases
 
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.calibration import Calibration
@@ -57,7 +61,7 @@ SIZES = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("block",), default="block")
+    parser.add_argument("--part", choices=("block", "train"), default="block")
     parser.add_argument("--size", choices=tuple(SIZES), default="h200x2", help="what is measured.")
     parser.add_argument("--seconds", type=float, default=None, help="timed work an arm; the size's by default.")
     parser.add_argument("--sparse-backend", default="auto", help="of sparse attention.")
@@ -66,7 +70,17 @@ def main(argv: list[str] | None = None) -> int:
                         help="constants of an earlier `dsv bench --calibrate`, in place of measuring them now.")
     parser.add_argument("--output", type=Path, default=None,
                         help=f"JSON to merge rows into; by default {RESULTS.relative_to(ROOT)}, nothing for toy.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536], choices=tuple(SHAPES),
+                        help="of --part train.")
+    parser.add_argument("--model", default="model/dsv-2.7b", help="of --part train: a preset or a file.")
+    parser.add_argument("--sparsity", type=float, default=0.9, help="of --part train, mean over heads.")
+    parser.add_argument("--deadline", type=float, default=None, help="no launch begins after so many seconds.")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the output of launches.")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[],
+                        help="more flags of the training program; must come last.")
     args = parser.parse_args(argv)
+    if args.part == "train":
+        return train(args)
     size = SIZES[args.size]
     on_gpu = torch.cuda.is_available()
     if args.size != "toy" and not on_gpu:
@@ -120,6 +134,27 @@ def block(size: Size, seconds: float, device: torch.device, kernels: Kernels, ca
     report(rows, say)
     for failure in bench.failures:
         say(f"FAILED {failure}")
+    return 1 if bench.failures else 0
+
+
+def train(args: argparse.Namespace) -> int:
+    """Launches of the training program; exit status 0 if all of them ended well."""
+    calibration = args.calibration or RESULTS.with_name(f"{RESULTS.stem}_calibration.json")
+    on_gpu = torch.cuda.is_available()
+    if args.output is None and on_gpu and args.size != "toy":
+        args.output = RESULTS
+    bench = TrainBench(args.model, ["--bf16"] * on_gpu + args.extra, args.logs, on_gpu)
+    started = time.monotonic()
+    for tokens in args.tokens:
+        groups = cases(tokens, args.model, args.sparsity, str(calibration.resolve()), short=tokens > 131072)
+        left = None if args.deadline is None else args.deadline - (time.monotonic() - started)
+        rows = bench.run(groups, functools.partial(print, flush=True), left)
+        if args.output is not None and rows:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            merge(args.output, rows)
+    bench.compare(print)
+    for failure in bench.failures:
+        print(f"FAILED {failure}")
     return 1 if bench.failures else 0
 
 
