@@ -61,14 +61,16 @@ class Replanner:
     Attributes:
         problems: of every bucket, ascending.
         calibration_digest: of the costs in use.
-        corrections: of the costs, from block times that were measured.
         states: hysteresis of every bucket.
+        corrections: of the costs, from block times that were measured.
+        last_version: of an earlier plan of the run that is in force no more.
     """
 
     problems: tuple[tuple[Bucket, Problem], ...]
     calibration_digest: str
     states: tuple[Hysteresis, ...]
     corrections: Corrections = NO_CORRECTIONS
+    last_version: int = 0
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -90,7 +92,7 @@ class Replanner:
             ValueError: a block that fits nowhere.
         """
         problems = [(bucket, self._corrected(problem)) for bucket, problem in self.problems]
-        version = plan.version + 1
+        version = max(plan.version, self.last_version) + 1
         if plan.buckets != self.buckets or not plan.stats_digest:
             made = make_plan(problems, profile.stats, profile.sparse, version=version, effective_step=step,
                              calibration_digest=self.calibration_digest)

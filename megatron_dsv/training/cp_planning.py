@@ -84,25 +84,23 @@ class CPPlanning:
         """Takes up the plan of the checkpoint, or solves the first one; after the checkpoint is loaded.
 
         Args:
-            stored: the record among the checkpoint's arguments; None if there is none.
+            stored: the record among the checkpoint's arguments; None if there is none. What the first rank read counts.
             step: finished steps of the run.
         """
-        found, reason = self._restored(stored)
-        if found is not None:
-            plan = found.plan
-            if plan.buckets != self.replanner.buckets:
-                reason = "it has other sequence lengths than the data set"
-            else:
-                decision = self._propose(plan)
+        text = json.loads(self._told(json.dumps(stored).encode()))
+        if text:
+            found, reason = self._restored(text)
+            by = -1
+            if found is not None:
+                decision = self._propose(found.plan)
                 if decision.committed:
                     self.record = found
                     self.replanner.states = found.states(self._fresh, len(self.replanner.buckets))
                     self._remember(step=found.replanned_at)
-                    self.log.resumed(plan, step)
+                    self.log.resumed(found.plan, step)
                     return
-                reason = decision.reason or f"rank {decision.refused_by} refused it"
-        if reason:
-            self.log.not_resumed(reason, step)
+                reason, by = decision.reason, decision.refused_by
+            self.log.not_resumed(reason, step, by=by)
         self._replan(step)
 
     def begin_micro_batch(self, *, profiles: bool, tokens: int) -> None:
@@ -129,24 +127,25 @@ class CPPlanning:
         self._learn_coverage()
         profile = self._profile()
         # The first profiled step of a launch also compiles kernels.
-        if self.dsv.corrects_costs and not self._first_profile:
+        is_solved = self.runtime.store.plan.buckets == self.replanner.buckets
+        if self.dsv.corrects_costs and is_solved and not self._first_profile:
             self._learn_times(profile, step)
         self._first_profile = False
-        turned = any(block.sparse != sparse for row, flags in zip(self.runtime.store.plan.blocks, profile.sparse)
-                     for block, sparse in zip(row, flags))
+        turned = not is_solved or any(
+            block.sparse != sparse for row, flags in zip(self.runtime.store.plan.blocks, profile.sparse)
+            for block, sparse in zip(row, flags))
         if turned or step - self.record.replanned_at >= (self.dsv.dsv_cp_replan_interval or 1):
             self._replan(step, profile)
         else:
             self._remember(step=self.record.replanned_at)
 
-    def _restored(self, stored: str | None) -> tuple[PlanningRecord | None, str]:
+    def _restored(self, text: str) -> tuple[PlanningRecord | None, str]:
         """(the record whose plan this job could take up, why it cannot); statistics are taken up in any case."""
-        if stored is None:
-            return None, ""
         try:
-            found = PlanningRecord.read(stored)
+            found = PlanningRecord.read(text)
         except ValueError as error:
             return None, str(error)
+        self.replanner.last_version = found.plan.version
         if all(layer < self.layers and all(len(row) == self.kv_heads for row in rows.values())
                for layer, rows in found.coverage.items()):
             self.record.coverage = found.coverage
@@ -157,6 +156,8 @@ class CPPlanning:
         if found.plan.topo != self.runtime.store.plan.topo:
             return None, (f"it was made for {found.plan.topo.words}, the job runs "
                           f"{self.runtime.store.plan.topo.words}")
+        if found.plan.buckets != self.replanner.buckets:
+            return None, "it was made for other sequence lengths than those of the data set"
         return found, ""
 
     def _replan(self, step: int, profile: Profile | None = None) -> None:

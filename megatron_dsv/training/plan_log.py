@@ -74,9 +74,9 @@ class PlanLog:
             _say(f"plan {plan.version} of the checkpoint at step {step}: {histogram(plan)}")
             self._write("resumed", plan, step)
 
-    def not_resumed(self, reason: str, step: int) -> None:
-        """The checkpoint's plan does not serve this launch."""
-        if self._rank == 0:
+    def not_resumed(self, reason: str, step: int, *, by: int) -> None:
+        """The checkpoint's plan does not serve this launch; ``by`` is the rank that refused it, -1 if all know why."""
+        if self._rank == max(0, by):
             _say(f"the checkpoint's plan is not taken up at step {step}: {reason}; it is solved anew")
 
     def measured(self, by_kind: Mapping[str, tuple[float, float]], stale: tuple[str, ...], step: int) -> None:
