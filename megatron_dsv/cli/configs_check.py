@@ -66,4 +66,5 @@ def check(name: str, ranks: int | None = None, *, complete: bool = False) -> str
     parsed = dry_parse(argv, ranks or default_ranks)
     return (f"{parsed.num_layers} layers of {parsed.hidden_size}, {parsed.world_size} ranks = "
             f"TP {parsed.tensor_model_parallel_size} x PP {parsed.pipeline_model_parallel_size} x "
-            f"DP {parsed.data_parallel_size}, global batch {parsed.global_batch_size}, stage {parsed.dsv_sparse_stage}")
+            f"CP {parsed.context_parallel_size} x DP {parsed.data_parallel_size}, "
+            f"global batch {parsed.global_batch_size}, stage {parsed.dsv_sparse_stage}")

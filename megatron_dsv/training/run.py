@@ -139,7 +139,12 @@ class TrainingRun:
         """Padding of the sequence's tail goes through every layer but attention; say what it costs, or refuse it."""
         layouts = [(self.layout(shape[1:]), len(records)) for shape, records in self.latents.buckets.items()]
         longest = max((layout for layout, _ in layouts), key=lambda layout: layout.num_tokens)
-        group = self.dsv.dsv_q_block_size
+        group, ranks = self.dsv.dsv_q_block_size, self.args.context_parallel_size
+        if ranks > 1 and longest.pad_multiple > _MAX_GROUP_SHARE * longest.num_tokens:
+            raise ValueError(f"--context-parallel-size must deal out the {longest.num_tokens} tokens of the longest "
+                             f"video in --latent-data in whole query groups and key blocks, got {ranks}, which pads it to "
+                             f"{longest.padded_length}; take fewer ranks, or smaller powers of two for "
+                             "--dsv-q-block-size and --dsv-kv-block-size")
         if group > _MAX_GROUP_SHARE * longest.num_tokens:
             raise ValueError(f"--dsv-q-block-size must be at most {_MAX_GROUP_SHARE} times the {longest.num_tokens} "
                              f"tokens of the longest video in --latent-data, got {group}, which pads it to "
@@ -147,7 +152,8 @@ class TrainingRun:
         tokens = sum(layout.num_tokens * count for layout, count in layouts)
         slots = sum(layout.padded_length * count for layout, count in layouts)
         if slots > (1 + _PADDING_WORTH_A_LINE) * tokens and self.args.rank == 0:
-            print(f"warning: --dsv-q-block-size {group} pads the videos of --latent-data by "
+            shared = f" on --context-parallel-size {ranks}" if ranks > 1 else ""
+            print(f"warning: --dsv-q-block-size {group}{shared} pads the videos of --latent-data by "
                   f"{slots / tokens - 1:.0%} on average; smaller query groups pad less", file=sys.stderr, flush=True)
 
     def set_sequence_length(self) -> None:

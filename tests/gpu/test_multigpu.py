@@ -30,9 +30,8 @@ LAYOUTS = {
     "dp2-overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "tp2-sp": f"{TP2} --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
-    "cp2-random": f"{CP2} --dsv-cp-plan random",
-    "cp2-heads-recompute": f"{CP2} --dsv-cp-plan heads --recompute-granularity full --recompute-method uniform "
-                           "--recompute-num-layers 1",
+    "cp2-recompute": f"{CP2} --dsv-cp-plan random --recompute-granularity full --recompute-method uniform "
+                     "--recompute-num-layers 1",
     "cp2-overlap": f"{CP2} --dsv-cp-plan sequence --use-distributed-optimizer --overlap-grad-reduce "
                    "--overlap-param-gather",
 }
@@ -106,16 +105,19 @@ def test_two_gpus_equal_one(data, start, layout):
 
 @pytest.mark.multigpu
 @needs_two
-@pytest.mark.parametrize("stage", ["predictor", "auto --dsv-gate-recall 0.05"])
-def test_a_context_rank_may_hold_nothing_but_padding(data, stage):
-    flags = f"--dsv-sparse-stage {stage} --dsv-q-block-size 512 --dsv-kv-block-size 64 --no-dsv-keep-own-block"
+def test_a_context_rank_may_hold_nothing_but_padding(data):
+    """Predictors learn, profiles are taken and layers go sparse, under another plan at every step."""
+    flags = ("--dsv-sparse-stage auto --dsv-gate-recall 0.05 --dsv-profile-interval 1 --dsv-q-block-size 512 "
+             "--dsv-kv-block-size 64 --no-dsv-keep-own-block")
     expected = _launch(data, flags, 1, 4)
     got = _launch(data, f"{flags} {CP2} --dsv-cp-plan random", 2, 4)
     # A selection in bf16 may turn on a tie, so that what it leads to is compared loosely.
-    for name, tolerance in (("dsv/predictor_loss", 1e-2), ("dsv/recall", 2e-2), (r"\| loss", 2e-3)):
+    for name, tolerance in (("dsv/predictor_loss", 1e-2), ("dsv/recall", 2e-2), (r"\| loss", 2e-3),
+                            ("dsv/sparse_layers", 0)):
         numbers = [[float(number) for number in re.findall(rf"{name}: ([-+.\dEe]+)", text)] for text in (got, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=tolerance), name
-        assert len(numbers[0]) >= 3
+        assert len(numbers[0]) == 4
+    assert numbers[0][-1] == 4
 
 
 @pytest.mark.gpu

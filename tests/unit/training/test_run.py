@@ -19,7 +19,8 @@ def data(tmp_path: Path) -> Path:
 def run_of(data: Path, *flags: str) -> TrainingRun:
     argv = ["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4",
             "--latent-valid-samples", "1", "--latent-data", str(data), *flags]
-    return TrainingRun(dry_parse(argv, 1), LatentDataset(data, text_length=16))
+    ranks = 8 if "--context-parallel-size" in flags else 1
+    return TrainingRun(dry_parse(argv, ranks), LatentDataset(data, text_length=16))
 
 
 def test_long_query_groups_are_worth_a_line(data, capsys):
@@ -40,6 +41,16 @@ def test_query_groups_far_above_the_videos_are_refused(data):
     with pytest.raises(ValueError, match="--dsv-q-block-size must be at most 8 times the 72 tokens of the longest "
                                          "video in --latent-data, got 1024, which pads it to 1024; use a smaller"):
         run_of(data, "--dsv-q-block-size", "1024").check_data()
+
+
+def test_context_ranks_far_above_the_videos_are_refused(data, capsys):
+    run_of(data, "--dsv-q-block-size", "64", "--context-parallel-size", "8").check_data()
+    assert "--dsv-q-block-size 64 on --context-parallel-size 8 pads the videos" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--context-parallel-size must deal out the 72 tokens of the longest video in "
+                                         "--latent-data in whole query groups and key blocks, got 8, which pads it to "
+                                         "1024; take fewer ranks"):
+        run_of(data, "--dsv-q-block-size", "64", "--dsv-kv-block-size", "128", "--context-parallel-size",
+               "8").check_data()
 
 
 def test_missing_files_concern_the_host_and_its_first_rank_looks(data, monkeypatch):
