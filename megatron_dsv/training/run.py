@@ -142,8 +142,8 @@ class TrainingRun:
         group, ranks = self.dsv.dsv_q_block_size, self.args.context_parallel_size
         if ranks > 1 and longest.pad_multiple > _MAX_GROUP_SHARE * longest.num_tokens:
             raise ValueError(f"--context-parallel-size must deal out the {longest.num_tokens} tokens of the longest "
-                             f"video in --latent-data in whole query groups and key blocks, got {ranks}, which pads it to "
-                             f"{longest.padded_length}; take fewer ranks, or smaller powers of two for "
+                             f"video in --latent-data in whole query groups and key blocks, got {ranks}, which pads it "
+                             f"to {longest.padded_length}; take fewer ranks, or smaller powers of two for "
                              "--dsv-q-block-size and --dsv-kv-block-size")
         if group > _MAX_GROUP_SHARE * longest.num_tokens:
             raise ValueError(f"--dsv-q-block-size must be at most {_MAX_GROUP_SHARE} times the {longest.num_tokens} "
