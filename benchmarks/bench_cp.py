@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block              # H200s; merged into the results
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block --size toy   # gloo, any CPU, seconds
     python benchmarks/bench_cp.py --part train --tokens 65536                    # starts its own ranks
+    python benchmarks/bench_cp.py --report                                       # tables of docs/scaling.md
 
 ``block`` is one attention block of dsv-2.7b: projection to low rank, selection, exchanges, attention, backward. Every
 arm is checked first; a red one has no numbers, and the exit status is 1. ``exposed_comm_ms`` is the block's time less
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from attention.report import load
 from bench_attention import versions
+from cp import tables
 from cp.block import LIMIT, Arm, BlockBench
 from cp.train import SHAPES, TrainBench, cases
 
@@ -76,9 +78,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sparsity", type=float, default=0.9, help="of --part train, mean over heads.")
     parser.add_argument("--deadline", type=float, default=None, help="no launch begins after so many seconds.")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the output of launches.")
+    parser.add_argument("--report", action="store_true",
+                        help="write docs/scaling.md's tables from the output and stop.")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[],
                         help="more flags of the training program; must come last.")
     args = parser.parse_args(argv)
+    if args.report:
+        tables.write(ROOT / "docs/scaling.md", load(args.output or RESULTS))
+        return 0
     if args.part == "train":
         return train(args)
     size = SIZES[args.size]

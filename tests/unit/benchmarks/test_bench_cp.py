@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_cp import merge
+from cp import tables
 from cp.block import BlockBench
 from cp.replay import Tape, TapedManager
 
@@ -107,3 +108,19 @@ def test_rows_merge_by_case(tmp_path):
     assert [(r["sparsity"], r["plan"], r["measured_ms"]) for r in kept] == [
         (0.0, "one GPU", 1), (0.5, "planned (2, 1) heads [1]", 2)]
     assert all("torch" in r["versions"] for r in kept)
+
+
+def test_the_tables_show_what_was_measured(tmp_path):
+    document = tmp_path / "scaling.md"
+    rows = [{"case": "block", "sparsity": 0.9, "plan": "planned (2, 1) none heads [[0], [1]]", "measured_ms": 68.153,
+             "predicted_ms": 66.1, "error": 0.031, "exposed_comm_ms": 5.3, "peak_gib": 5.77, "dense_beside_ms": 412.9},
+            {"case": "block", "sparsity": 0.0, "plan": "one GPU", "measured_ms": 843.0, "predicted_ms": 774.3,
+             "error": 0.0888, "exposed_comm_ms": None, "peak_gib": 5.5, "dense_beside_ms": None}]
+    document.write_text("a\n<!-- two GPUs, block: begin -->\nold\n<!-- two GPUs, block: end -->\nb\n")
+    tables.write(document, rows)
+    assert document.read_text().splitlines()[2:] == [
+        tables.HEADERS["block"], "|---|---|---|---|---|---|---|---|",
+        "| 90% | planned (2, 1) | 68.2 | 66.1 | +3.1% | 5.3 | 5.8 | 412.9 |",
+        "| dense | one GPU | 843.0 | 774.3 | +8.9% |  | 5.5 |  |", "<!-- two GPUs, block: end -->", "b"]
+    with pytest.raises(ValueError, match="two GPUs, train: begin"):
+        tables.write(document, [rows[0] | {"case": "train"}])
