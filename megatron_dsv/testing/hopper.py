@@ -38,7 +38,7 @@ def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attribut
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-             torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
+             torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
     if isinstance(value, tuple):
         fields = [_type(item, (*path, i), constants, attributes) for i, item in enumerate(value)]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)

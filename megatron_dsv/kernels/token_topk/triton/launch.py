@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
@@ -16,20 +16,24 @@ from torch import Tensor
 
 from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
 from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
-from megatron_dsv.kernels.token_topk.triton.compact import (
-    _token_topk_draft_kernel,
-    _token_topk_final_kernel,
-    _token_topk_lse_kernel,
-)
-from megatron_dsv.kernels.token_topk.triton.search import _token_topk_bracket_kernel, _token_topk_resolve_kernel
+from megatron_dsv.kernels.token_topk.triton.lists import _token_topk_lists_kernel, _token_topk_settle_kernel
+from megatron_dsv.kernels.token_topk.triton.mark import _token_topk_lse_kernel, _token_topk_mark_kernel
+from megatron_dsv.kernels.token_topk.triton.search import _token_topk_bracket_kernel
 
 MAX_RANK = 256
-_CANDIDATES = 1024
-"""Places for keys near a row's threshold: counting narrows its bracket until they fit."""
 _SAMPLES = 512
+_SPREAD = 6
+"""One key in so many is counted to guess a row's bracket."""
+_MOST_PLACES = 8192
+_FEW_PLACES = 4096
+"""Up to so many fit the registers of four warps."""
+_SPAN = 8192
+"""Keys that one program of a pass over all of them takes: enough programs for the device, whatever the groups."""
 _SCRATCH_BYTES = 512 << 20
-"""Most memory for drafts at a time, as long as the rows of one head fit."""
-_FINAL_STEP = 1024
+"""Most memory for bits and candidates at a time, as long as the rows of one head fit."""
+_SETTLE_TILE = Tile(16, 256, 4, 1)
+_LISTS_TILE = Tile(1, 1024, 4, 1)
+"""Their block_n are candidates ranked at a time, and words of 32 keys."""
 
 
 def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Tensor, *, budgets: Tensor,
@@ -45,57 +49,78 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
     rows, b, h, rank = q_pooled.shape
     groups = rows // proxies
     device = q_pooled.device
-    low, high, remaining, kept = torch.empty((4, b, h, groups), dtype=torch.int32, device=device)
+    low, high, kept = torch.empty((3, b, h, groups), dtype=torch.int32, device=device)
+    flag = torch.zeros((b, h, groups), dtype=torch.int32, device=device)
     # With one proxy the order of its logits is the order of every reduction.
     reduction = "max" if proxies == 1 else reduction
-    lse = torch.empty((b, h, rows) if reduction == "mass" else (1,), dtype=torch.float32, device=device)
-    tile = pick_tile(q_pooled)
+    spans = triton.cdiv(k_lr.shape[0], _SPAN)
+    lse = torch.empty((spans, b, h, rows) if reduction == "mass" else (1,), dtype=torch.float32, device=device)
+    tile, sweep = pick_tile(q_pooled), pick_sweep_tile(q_pooled)
     common = {"q_ptr": q_pooled, "k_ptr": k_lr, "lse_ptr": lse, "kv_length_ptr": kv_length.contiguous(),
               **{f"stride_q{axis}": q_pooled.stride(i) for i, axis in enumerate("sbh")},
-              **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")},
-              "heads": h, "kv_heads": k_lr.shape[2], "scale_log2": softmax_scale * math.log2(math.e)}
-    sizes = {"RANK": rank, "BLOCK_R": max(16, 1 << (rank - 1).bit_length()), "BLOCK_M": tile.block_m,
-             "BLOCK_N": tile.block_n}
-    rules = {"PROXIES": proxies, "REDUCTION": reduction, "KEEP_OWN": keep_own, "Q_BLOCK": q_block_size, **sizes}
-    groups_of = {"group_ids_ptr": group_ids.contiguous(), "num_groups": groups, "prefix": prefix}
-    grid = (triton.cdiv(groups, tile.block_m), b * h)
+              **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_groups": groups,
+              "heads": h, "kv_heads": k_lr.shape[2], "scale_log2": softmax_scale * math.log2(math.e),
+              "lse_stride": lse.stride(0)}
+    sizes = {"RANK": rank, "BLOCK_R": max(16, 1 << (rank - 1).bit_length())}
+    rules = {"PROXIES": proxies, "REDUCTION": reduction, **sizes}
+    forcing = {"KEEP_OWN": keep_own, "Q_BLOCK": q_block_size}
+    spread = {"BLOCK_M": sweep.block_m, "BLOCK_N": sweep.block_n, "SPAN": _SPAN}
+    sweeps = triton.cdiv(groups, sweep.block_m) * spans
+    summed = {**common, "lse_spans": spans}
+    forced = {"group_ids_ptr": group_ids.contiguous(), "prefix": prefix}
+    bracket = {"low_ptr": low, "high_ptr": high, "flag_ptr": flag}
+    places = _places(longest, k_lr.shape[0])
+    settle = _SETTLE_TILE if places <= _FEW_PLACES else replace(_SETTLE_TILE, num_warps=8)
+
+    def search(exact: bool) -> None:
+        Launch(_token_topk_bracket_kernel, (triton.cdiv(groups, tile.block_m), b * h),
+               {**summed, **forced, **bracket, "budget_ptr": budgets, "query_length_ptr": query_length.contiguous(),
+                "kept_ptr": kept, "candidates": places},
+               {**rules, **forcing, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SAMPLES": _SAMPLES,
+                "SPREAD": _SPREAD, "EXACT": exact}, tile).run()
+
     with torch.cuda.device(device) if q_pooled.is_cuda else nullcontext():
         if reduction == "mass":
-            Launch(_token_topk_lse_kernel, (triton.cdiv(rows, tile.block_m), b * h), {**common, "num_rows": rows},
-                   sizes, tile).run()
-        Launch(_token_topk_bracket_kernel, grid,
-               {**common, **groups_of, "budget_ptr": budgets, "query_length_ptr": query_length.contiguous(),
-                "low_ptr": low, "high_ptr": high, "remaining_ptr": remaining, "kept_ptr": kept,
-                "candidates": _CANDIDATES},
-               {**rules, "SAMPLES": _SAMPLES}, tile).run()
-        if longest:
-            bracket = {"low_ptr": low, "high_ptr": high, "remaining_ptr": remaining, "row_start_ptr": row_start}
-            _write_lists({**common, **groups_of}, bracket, rules, tile, kept, kv_indices, longest, groups, b * h)
+            Launch(_token_topk_lse_kernel, (sweeps, b * h), common, {"PROXIES": proxies, **sizes, **spread},
+                   sweep).run()
+        search(False)
+        if not longest:
+            return kept
+        # Bits of both ends of the bracket, and the candidates with their ranks.
+        words = triton.cdiv(k_lr.shape[0], sweep.block_n) * sweep.block_n // 32
+        step = min(b * h, max(1, _SCRATCH_BYTES // (4 * max(1, groups) * 2 * (words + places))))
+        step = triton.cdiv(b * h, triton.cdiv(b * h, step))
+        above, reached = torch.empty((2, step * groups, words), dtype=torch.int32, device=device)
+        token, candidate = torch.empty((2, step * groups, places), dtype=torch.int32, device=device)
+        piece = torch.int32 if sweep.block_n == 128 else torch.int16
+        pieces = {"above_ptr": above.view(piece), "reached_ptr": reached.view(piece),
+                  "pieces": words * 128 // sweep.block_n}
+        lists = {"above_ptr": above, "row_start_ptr": row_start, "kept_ptr": kept, "words_stride": words}
+        candidates = {"reached_ptr": reached, "token_ptr": token, "rank_ptr": candidate}
+        for first in range(0, b * h, step):
+            heads = min(step, b * h - first)
+            for exact in (False, True):
+                if exact:
+                    search(True)
+                Launch(_token_topk_mark_kernel, (sweeps, heads),
+                       {**summed, **forced, **bracket, **pieces, "row_start_ptr": row_start,
+                        "first_batch_head": first}, {**rules, **forcing, **spread, "EXACT": exact}, sweep).run()
+                Launch(_token_topk_settle_kernel, (heads * groups,),
+                       {**summed, **bracket, **lists, **candidates, "first_row": first * groups},
+                       {**rules, "CANDIDATES": places, "WORDS": _LISTS_TILE.block_n, "STEP": settle.block_n,
+                        "EXACT": exact}, settle).run()
+            Launch(_token_topk_lists_kernel, (heads * groups,),
+                   {**lists, "kv_length_ptr": common["kv_length_ptr"], "kv_indices_ptr": kv_indices,
+                    "num_groups": groups, "heads": h, "kv_heads": k_lr.shape[2], "first_row": first * groups},
+                   {"WORDS": _LISTS_TILE.block_n}, _LISTS_TILE).run()
     return kept
 
 
-def _write_lists(arguments: dict[str, Any], bracket: dict[str, Any], rules: dict[str, Any], tile: Tile, kept: Tensor,
-                 kv_indices: Tensor, longest: int, groups: int, batch_heads: int) -> None:
-    """Drafts of the lists, the choice among their candidates, and the lists, a run of heads at a time."""
-    places = longest + _CANDIDATES
-    step = min(batch_heads, max(1, _SCRATCH_BYTES // (4 * (places + _CANDIDATES) * max(1, groups))))
-    rows = step * groups
-    draft, candidate, drafted, found = (torch.empty(shape, dtype=torch.int32, device=kept.device) for shape in
-                                        ((rows, places), (rows, _CANDIDATES), (rows,), (rows,)))
-    drafts = {"draft_ptr": draft, "drafted_ptr": drafted, "candidate_ptr": candidate}
-    lists = {"row_start_ptr": bracket["row_start_ptr"], "kept_ptr": kept, "kv_indices_ptr": kv_indices}
-    sizes = {"places": places, "candidates": _CANDIDATES}
-    for first in range(0, batch_heads, step):
-        heads = min(step, batch_heads - first)
-        Launch(_token_topk_draft_kernel, (triton.cdiv(groups, tile.block_m), heads),
-               {**arguments, **bracket, **drafts, "found_ptr": found, **sizes, "first_batch_head": first}, rules,
-               tile).run()
-        Launch(_token_topk_resolve_kernel, (heads * groups, 1),
-               {**bracket, "candidate_ptr": candidate, "found_ptr": found, "first_row": first * groups},
-               {"CANDIDATES": _CANDIDATES}, Tile(1, _CANDIDATES, 4, 1)).run()
-        Launch(_token_topk_final_kernel, (heads * groups, 1),
-               {**drafts, **lists, **sizes, "first_row": first * groups}, {"BLOCK_N": _FINAL_STEP},
-               Tile(1, _FINAL_STEP, 4, 1)).run()
+def _places(longest: int, keys: int) -> int:
+    """Places for keys near a row's threshold: what a sampled bracket holds is known, give or take 9 deviations."""
+    kept = min(longest, keys // 2)
+    within = 9.0 * math.sqrt(_SPREAD * kept * max(0.0, 1.0 - kept / max(1, keys)))
+    return min(_MOST_PLACES, max(256, triton.next_power_of_2(int(1.15 * within) + 64)))
 
 
 def pick_tile(q_pooled: Tensor) -> Tile:
@@ -103,6 +128,13 @@ def pick_tile(q_pooled: Tensor) -> Tile:
     if q_pooled.dtype == torch.float32:
         return Tile(16, 32, 4, 1)
     return Tile(16, 128, 4, 3) if q_pooled.shape[-1] <= 64 else Tile(16, 64, 4, 2)
+
+
+def pick_sweep_tile(q_pooled: Tensor) -> Tile:
+    """BLOCK_M query groups x 64 or 128 keys, a quarter of them to a word of bits, for the passes over all keys."""
+    if q_pooled.dtype == torch.float32 or q_pooled.shape[-1] > 64:
+        return Tile(16, 64, 4, 1)
+    return Tile(16, 64, 1, 3)
 
 
 def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:

@@ -10,6 +10,8 @@ import triton.language as tl
 
 NOTHING = tl.constexpr(-2147483648)
 """Below every key: padding, and forced keys, which take no part in the search."""
+BEST_RANK = tl.constexpr(0x7F7FFFFF)
+"""That of the largest fp32; the worst is its negative."""
 
 
 @triton.jit
@@ -26,12 +28,25 @@ def load_proxies(q_ptr, stride_qs, group, valid, PROXIES: tl.constexpr, RANK: tl
 
 
 @triton.jit
-def load_lse(lse_ptr, group, valid, PROXIES: tl.constexpr, REDUCTION: tl.constexpr):
-    """A tuple of P vectors [m]: log-sum-exp of each proxy in units of log 2, which only ``mass`` reads."""
+def load_lse(lse_ptr, span_stride, spans, group, valid, PROXIES: tl.constexpr, REDUCTION: tl.constexpr):
+    """A tuple of P vectors [m]: log-sum-exp of each proxy in units of log 2, which only ``mass`` reads.
+
+    lse_ptr [spans, ...] holds those of parts of the keys; a proxy without any finite logit gets 0.
+    """
     tiles: tl.tuple = ()
     for proxy in tl.static_range(PROXIES):
         if REDUCTION == "mass":
-            tiles = tiles + (tl.load(lse_ptr + group * PROXIES + proxy, mask=valid, other=0.0),)  # noqa: RUF005
+            most = tl.full(group.shape, float("-inf"), tl.float32)
+            total = tl.zeros(group.shape, tl.float32)
+            for span in range(spans):
+                part = tl.load(lse_ptr + span * span_stride + group * PROXIES + proxy, mask=valid,
+                               other=float("-inf"))
+                larger = tl.maximum(most, part)
+                reference = tl.where(larger == float("-inf"), 0.0, larger)
+                total = total * tl.exp2(most - reference) + tl.exp2(part - reference)
+                most = larger
+            none = most == float("-inf")
+            tiles = tiles + (tl.where(none, 0.0, most + tl.log2(tl.where(none, 1.0, total))),)  # noqa: RUF005
         else:
             tiles = tiles + (0.0,)  # noqa: RUF005
     return tiles
@@ -46,8 +61,8 @@ def load_keys(k_ptr, stride_ks, token, length, RANK: tl.constexpr, BLOCK_R: tl.c
 
 
 @triton.jit
-def ranks(proxies, lse, k, scale_log2, PROXIES: tl.constexpr, REDUCTION: tl.constexpr):
-    """int32 [m, n] in the order of the scores: NaN and -inf come last, +0 and -0 are one. All above ``NOTHING``."""
+def scores(proxies, lse, k, scale_log2, PROXIES: tl.constexpr, REDUCTION: tl.constexpr):
+    """fp32 [m, n] that rank like the scores; NaN and infinities as they come."""
     k_t = tl.trans(k)
     score = tl.dot(proxies[0], k_t, input_precision="ieee")
     if REDUCTION == "mass":
@@ -67,10 +82,23 @@ def ranks(proxies, lse, k, scale_log2, PROXIES: tl.constexpr, REDUCTION: tl.cons
             total = tl.fma(total, tl.exp2((score - larger) * scale_log2), tl.exp2((logits - larger) * scale_log2))
             score = larger
         score = tl.fma(score, scale_log2, tl.log2(total))
+    return score
+
+
+@triton.jit
+def ranks(proxies, lse, k, scale_log2, PROXIES: tl.constexpr, REDUCTION: tl.constexpr):
+    """int32 [m, n] in the order of the scores: NaN and -inf come last, +0 and -0 are one. All above ``NOTHING``."""
+    score = scores(proxies, lse, k, scale_log2, PROXIES, REDUCTION)
     score = tl.where(score == score, score, -3.4028234663852886e38)
     score = tl.minimum(tl.maximum(score, -3.4028234663852886e38), 3.4028234663852886e38)
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, (bits ^ 0x7FFFFFFF) + 1, bits)
+
+
+@triton.jit
+def score_of_rank(rank):
+    """fp32: the score with this rank, which must be that of a finite number."""
+    return tl.where(rank < 0, (rank - 1) ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
