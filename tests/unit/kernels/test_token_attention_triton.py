@@ -46,7 +46,7 @@ def _launches(head_dim: int, q_block: int):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
-@pytest.mark.parametrize(("head_dim", "q_block"), [(128, 128), (256, 128)])
+@pytest.mark.parametrize(("head_dim", "q_block"), [(128, 128), (256, 128), (128, 256)])
 def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block):
     for launched in _launches(head_dim, q_block):
         compiled = compile_for_hopper(launched)

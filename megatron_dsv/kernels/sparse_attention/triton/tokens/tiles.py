@@ -25,7 +25,9 @@ def pick_tile(pass_name: str, *, q_block_size: int, head_dim: int, itemsize: int
     width = 128 if head_dim <= 128 else 256
     tile = _FP32_TILES[width] if itemsize == 4 else _TILES[pass_name, width]
     block_m = min(tile.block_m, max(16, 1 << (q_block_size - 1).bit_length()))
-    return replace(tile, block_m=block_m, num_warps=tile.num_warps if block_m >= 64 else 4)
+    # Where a group takes several tiles, their queries are staged in shared memory as well.
+    stages = min(tile.num_stages, 2) if pass_name == "dkv" and q_block_size > block_m else tile.num_stages
+    return replace(tile, block_m=block_m, num_stages=stages, num_warps=tile.num_warps if block_m >= 64 else 4)
 
 
 def fuses_dq(tile: Tile, *, q_block_size: int, head_dim: int, itemsize: int) -> bool:
