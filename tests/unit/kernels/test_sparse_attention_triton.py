@@ -35,11 +35,10 @@ def _selection(rows: int, twin: KVSelection | None, *, tokens: int, heads: int, 
         num_keys=tokens, q_block_size=q_block, kv_block_size=kv_block, max_row_count=64, transposed=twin)
 
 
-def _launches(head_dim: int, q_block: int, kv_block: int, *, hopper: bool = False):
+def _launches(head_dim: int, q_block: int, kv_block: int, *, hopper: bool = False, heads: int = 8, tokens: int = 4096):
     """Every launch of a forward and backward over bf16 meta tensors."""
     from megatron_dsv.kernels.sparse_attention.triton import launch
 
-    tokens, heads = 4096, 8
     sizes = {"tokens": tokens, "heads": heads, "q_block": q_block, "kv_block": kv_block}
     selection = _selection(tokens // q_block, _selection(tokens // kv_block, None, **sizes), **sizes)
     x = torch.empty(tokens, 1, heads, head_dim, dtype=torch.bfloat16, device="meta")
@@ -74,3 +73,11 @@ def test_the_hopper_kernels_compile_and_overlap_their_products(head_dim, q_block
         assert "cp.async.bulk.tensor" in ptx
         # A backward that drains its products before it goes on would hide nothing behind them.
         assert "fwd" in launched.kernel.__name__ or re.search(r"wgmma\.wait_group\.sync\.aligned\s+1", ptx)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@pytest.mark.parametrize("hopper", [False, True])
+def test_kernels_compile_where_sizes_are_one(hopper):
+    # A size of one reaches a kernel as a constant: one head, one group and one block must still compile.
+    for launched in _launches(128, 64, 64, hopper=hopper, heads=1, tokens=64):
+        assert compile_for_hopper(launched).metadata.shared <= SHARED_MEMORY_LIMIT

@@ -43,7 +43,6 @@ def _sparse_attention_bwd_dkv_kernel(
     in_block = tile * BLOCK_N
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     heads_per_kv = heads // kv_heads
-    delta_plane = stats_rows.to(tl.int64)
 
     length = tl.load(kv_length_ptr + batch_kv_head)
     lane_n = tl.arange(0, BLOCK_N)
@@ -79,7 +78,7 @@ def _sparse_attention_bwd_dkv_kernel(
                 probs = tl.exp2(scores * scale_log2 - lse[None, :])
                 dv_acc = tl.dot(probs.to(dout_tile.dtype), dout_tile, dv_acc, input_precision="ieee")
                 dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee")
-                delta = _load_stats(stats_tiles, stats_ptr, stride_stats, delta_plane + batch_head, first_m, BLOCK_M)
+                delta = _load_stats(stats_tiles, stats_ptr, stride_stats, batch_head + stats_rows, first_m, BLOCK_M)
                 dscores = probs * (dprobs - delta[None, :])
                 dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
         row_stats = stats_ptr + batch_head * stride_stats
@@ -92,7 +91,8 @@ def _sparse_attention_bwd_dkv_kernel(
             probs = tl.exp2(scores * scale_log2 - lse[None, :])
             dv_acc = tl.dot(probs.to(dout_tile.dtype), dout_tile, dv_acc, input_precision="ieee")
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee")
-            delta = tl.load(row_stats + delta_plane * stride_stats + first_m + lane_m, mask=valid_m, other=0.0)
+            delta_row = stats_ptr + (batch_head + stats_rows) * stride_stats
+            delta = tl.load(delta_row + first_m + lane_m, mask=valid_m, other=0.0)
             dscores = probs * (dprobs - delta[None, :])
             dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
 

@@ -47,7 +47,7 @@ def _sparse_attention_bwd_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     row_stats = stats_ptr + batch_head * stride_stats + first_m + lane_m
     tl.store(row_stats, lse, mask=valid_m)
-    tl.store(row_stats + stats_rows.to(tl.int64) * stride_stats, delta, mask=valid_m)
+    tl.store(stats_ptr + (batch_head + stats_rows) * stride_stats + first_m + lane_m, delta, mask=valid_m)
     q_tile = load_rows(q.ptr + batch * q.stride_b + head * q.stride_h, first_m, lane_m, q.stride_s, valid_m, HEAD_DIM,
                        BLOCK_D)
     k_base = k.ptr + batch * k.stride_b + kv_head * k.stride_h

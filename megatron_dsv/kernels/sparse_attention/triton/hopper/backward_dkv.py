@@ -145,7 +145,8 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             probs = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
             dv_total = warpgroup_mma(gl.convert_layout(probs.to(dtype), operand_layout), dout_tile, dv_total)
             dprobs = warpgroup_mma(v_shared, dout_tile.permute((1, 0)), zeros, use_acc=False)
-            delta = gl.load(row_stats + stats_rows.to(gl.int64) * stride_stats, mask=valid_m, other=0.0)
+            delta_stats = stats_ptr + (batch_head + stats_rows) * stride_stats + first_m + lane_m
+            delta = gl.load(delta_stats, mask=valid_m, other=0.0)
             dscores = probs * (dprobs - gl.expand_dims(delta, 0))
             dk_total = warpgroup_mma(gl.convert_layout(dscores.to(dtype), operand_layout), q_tile, dk_total)
 

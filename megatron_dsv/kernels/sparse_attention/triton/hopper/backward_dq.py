@@ -54,7 +54,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     lse = gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     row_stats = stats_ptr + batch_head * stride_stats + token
     gl.store(row_stats, lse, mask=valid_m)
-    gl.store(row_stats + stats_rows.to(gl.int64) * stride_stats, delta, mask=valid_m)
+    gl.store(stats_ptr + (batch_head + stats_rows) * stride_stats + token, delta, mask=valid_m)
     q_tile = load_rows(q, batch, head, first_m, num_queries, HEAD_DIM, BLOCK_M, BLOCK_D)
     q_shared = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared, q_tile)
     dout_shared = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared, dout_tile)
