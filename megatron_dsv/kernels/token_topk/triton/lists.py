@@ -79,8 +79,7 @@ def _token_topk_settle_kernel(
         # Equal ranks need no places: the first of them stay.
         level = (high - low).to(tl.uint32, bitcast=True) == 1
         serves = (remaining >= 0) & (remaining <= found) & (level | (found <= CANDIDATES))
-        if EXACT == 0:
-            tl.store(flag_ptr + row, (serves == 0).to(tl.int32))
+        tl.store(flag_ptr + row, (serves == 0).to(tl.int32))
         if serves & (remaining > 0):
             if level:
                 _keep_first(above_row, reached_row, words, remaining, WORDS)
