@@ -49,7 +49,7 @@ HOPPER_BLOCK = 64
 _HOPPER_TILES = {
     ("forward", 64, 128): Tile(64, 64, 4, 3, max_registers=128),
     ("forward", 64, 64): Tile(64, 64, 4, 3, max_registers=128),
-    ("forward", 128, 128): Tile(128, 64, 8, 3, max_registers=128),
+    ("forward", 128, 128): Tile(128, 64, 8, 2, max_registers=128),
     ("forward", 128, 64): Tile(64, 64, 4, 2, max_registers=168),
     ("dq", 128, 128): Tile(64, 64, 4, 2),
     ("dq", 128, 64): Tile(64, 64, 4, 2),
