@@ -18,7 +18,7 @@ from megatron_dsv.context_parallel.coverage import chunk_needs
 from megatron_dsv.context_parallel.plan import BlockPlan
 from megatron_dsv.kernels.selection import KVSelection
 
-SELECT, FORWARD, BACKWARD = "select", "forward", "backward"
+SELECT, FORWARD, BACKWARD = PASSES = "select", "forward", "backward"
 """Passes of a block; a recomputed forward is one more forward."""
 
 _Mark = float | torch.cuda.Event

@@ -65,7 +65,9 @@ class HybridScheme(AttentionScheme):
         """
         plan = _given(plan)
         with self.manager.watch.span(plan.layer, SELECT, k_lr.device):
-            return self._begin(q_lr, k_lr, select, plan)
+            pending = self._begin(q_lr, k_lr, select, plan)
+        self.manager.watch.see(plan, pending.selection, k_lr.shape[0] * plan.split.size // plan.kv_block)
+        return pending
 
     def _begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: BlockPlan) -> Pending:
         heads, s, b = self._head_exchange(plan), k_lr.shape[0], k_lr.shape[1]
@@ -81,7 +83,6 @@ class HybridScheme(AttentionScheme):
         if heads.mine:
             selection = select(queries, keys, self._head_ids(plan, heads.mine), self._group_ids(plan, q_lr.shape[0]))
             _check_selection(selection, plan, s * plan.g_h, s * plan.split.size, what)
-        self.manager.watch.see(plan, selection, s * plan.split.size // plan.kv_block)
         exchange = None
         if plan.g_s > 1:
             exchange = SelectiveExchange(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel.block_watch import PASSES
 from megatron_dsv.context_parallel.corrections import kind_of
 from megatron_dsv.context_parallel.coverage import coverage
 from megatron_dsv.context_parallel.geometry import splits
@@ -33,6 +34,9 @@ from megatron_dsv.training.cp_runtime import CPRuntime
 from megatron_dsv.training.plan_log import PlanLog
 from megatron_dsv.transformer.self_attention import DSVSelfAttention
 
+_NEVER_MS = 1e30
+"""Stands for a pass that no block of this rank had."""
+
 
 @dataclass(frozen=True)
 class PlanningGroups:
@@ -42,11 +46,13 @@ class PlanningGroups:
         world: all ranks of the job, which follow one plan.
         model: of one model (tensor x pipeline).
         data: that hold the same parameters (data x context).
+        context: that share a sequence.
     """
 
     world: ProcessGroup
     model: ProcessGroup
     data: ProcessGroup
+    context: ProcessGroup
 
 
 class CPPlanning:
@@ -257,12 +263,19 @@ class CPPlanning:
         return manager.all_reduce(joined, "needed blocks of all ranks")
 
     def _learn_times(self, profile: Profile, step: int) -> None:
-        """Corrects the costs by the time that the watched blocks took on the slowest rank."""
+        """Corrects the costs by the time that the watched blocks took.
+
+        A rank that comes early waits for the others inside its span: of those that share a sequence, the one that took
+        least came last and tells how long the pass was. Of replicas, the slowest counts.
+        """
         plan = self.runtime.store.plan
         bucket = plan.bucket(self._tokens)
-        times = torch.zeros(self.layers, device=self.device)
-        for layer, passes in self.runtime.manager.watch.milliseconds().items():
-            times[layer] = sum(passes.values())
+        passes = torch.full((self.layers, len(PASSES)), _NEVER_MS, device=self.device)
+        for layer, spans in self.runtime.manager.watch.milliseconds().items():
+            for which, ms in spans.items():
+                passes[layer, PASSES.index(which)] = ms
+        torch.distributed.all_reduce(passes, op=torch.distributed.ReduceOp.MIN, group=self.groups.context)
+        times = passes.masked_fill(passes == _NEVER_MS, 0.0).sum(-1)
         torch.distributed.all_reduce(times, op=torch.distributed.ReduceOp.MAX, group=self.groups.world)
         predicted = self.replanner.predicted_ms(plan, profile, bucket, tokens=self._tokens)
         sums: dict[str, tuple[float, float]] = {}

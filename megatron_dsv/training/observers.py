@@ -28,7 +28,9 @@ def build_planning(run: TrainingRun, controller: DSVController) -> CPPlanning | 
                              head_dim=args.kv_channels)
     log = PlanLog(args.rank, run.folder, run.recorder)
     log.source(costs.source)
-    groups = PlanningGroups(world, controller.groups.model, controller.groups.data)
+    everyone = run.cp.manager.everyone.communicator
+    assert everyone is not None
+    groups = PlanningGroups(world, controller.groups.model, controller.groups.data, everyone.pg)
     return CPPlanning(run.cp, replanner, controller.attentions, run.dsv, args, groups, log, layers=args.num_layers,
                       heads=heads, kv_heads=kv_heads)
 
