@@ -17,6 +17,7 @@ from typing import Any
 from cp.block import ALONE, PLANNED
 from cp.train_cases import Case, predicted_ms
 from megatron_dsv.cli.plan import load_model
+from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.testing.latents import write_latents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +130,7 @@ class TrainBench:
             say(output[-4000:])
         self.losses[case.name] = [loss for _, (_, loss) in sorted(steps.items())]
         peaks = {row["arm"]: row["peak_gib"] for row in map(json.loads, PEAK.findall(output))}
+        mib = Calibration.load(case.calibration).cluster.communicator_mib
         rows = []
         for _, arm in case.arms:
             timed = [steps[step][0] for step in case.timed_steps(arm) if step in steps]
@@ -139,7 +141,8 @@ class TrainBench:
                 "case": "train", "tokens": case.tokens, "sparsity": case.sparsity or 0.0,
                 "plan": arm if case.sparsity is not None or arm == ALONE else f"{arm} dense", "ranks": case.ranks,
                 "measured_ms": round(ms, 1), "predicted_ms": round(expected, 1), "error": round(ms / expected - 1, 4),
-                "exposed_comm_ms": None, "mib_per_communicator": None, "peak_gib": peaks.get(arm), "steps": len(timed),
+                "exposed_comm_ms": None, "mib_per_communicator": mib if self.on_gpu else None,
+                "peak_gib": peaks.get(arm), "steps": len(timed),
                 "first_of_launch_timed": case.timed_steps(arm).start == 0,
                 "losses": [steps[step][1] for step in case.timed_steps(arm) if step in steps]})
             say(f"{case.name:32} {arm:10} {ms:10.1f} ms, predicted {expected:10.1f} ({ms / expected - 1:+.1%}), "

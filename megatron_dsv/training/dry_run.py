@@ -21,6 +21,8 @@ from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout
 from megatron_dsv.context_parallel.job_memory import usable_bytes
 from megatron_dsv.context_parallel.model_shape import ModelShape
+from megatron_dsv.context_parallel.plan import Topology
+from megatron_dsv.context_parallel.plan_modes import HEADS, SEQUENCE, uniform_plan
 from megatron_dsv.context_parallel.plan_report import GIB, by_block, splits, summary
 from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
@@ -140,14 +142,11 @@ def _stats(dsv: DSVConfig, model: ModelShape, args: argparse.Namespace, tokens: 
 
 def _allowed(dsv: DSVConfig, args: argparse.Namespace) -> tuple[Split, ...]:
     """The splits that the run's plans may use; empty for all."""
-    ranks = args.context_parallel_size
-    if dsv.dsv_cp_plan == "sequence":
-        return (Split(1, ranks),)
-    if dsv.dsv_cp_plan == "heads":
-        units = args.num_attention_heads // args.tensor_model_parallel_size
-        g_h = max(size for size in range(1, min(ranks, units) + 1) if ranks % size == 0)
-        return (Split(g_h, ranks // g_h),)
-    return ()
+    if dsv.dsv_cp_plan not in (SEQUENCE, HEADS):
+        return ()
+    topo = Topology(args.context_parallel_size, args.tensor_model_parallel_size)
+    return uniform_plan(dsv.dsv_cp_plan, topo, layers=1, units=args.num_attention_heads // topo.tp, buckets=((1, 1),),
+                        sparse=False, kv_block=1).splits()
 
 
 def padding(job: Any, shapes: Sequence[tuple[Any, int]], tokens: int) -> float:

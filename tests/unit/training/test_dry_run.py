@@ -34,6 +34,20 @@ def test_a_launch_that_fits_says_what_it_takes(data, capsys):
     assert out.endswith("the launch can run\n")
 
 
+def test_context_parallel_plans_keep_to_what_the_run_may_use(data, capsys):
+    def splits(*more):
+        dry_run.run(flags(data, "--dry-run-gpus", "4", "--context-parallel-size", "4", "--dsv-sparse-stage", "sparse",
+                          "--dsv-keep-ratio", "0.1", *more))
+        out = capsys.readouterr().out
+        assert "4 ranks = TP 1 x PP 1 x CP 4 x DP 1" in out
+        return set(re.findall(r"(\d x \d) [hs]_inner", out))
+
+    assert splits("--dsv-cp-plan", "sequence") == {"1 x 4"}
+    assert splits("--dsv-cp-plan", "heads") == {"4 x 1"}
+    # Equal heads of a short sequence: nothing is worth an exchange of keys.
+    assert splits() == {"4 x 1"}
+
+
 def test_sharing_out_the_optimizer_is_seen_in_the_memory(data, capsys):
     def gib(*more):
         dry_run.run(flags(data, "--dry-run-gpus", "8", *more))
