@@ -20,7 +20,7 @@ SMALL = ("--num-layers 2 --global-batch-size 2 --init-method-std 0.2 --lr 1e-2 -
 SPARSE = f"{SMALL} --dsv-sparse-stage sparse --dsv-budget-mass 0.4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
-RANDOM = "--dsv-cp-plan random"
+RANDOM, DISTRIBUTED = "--dsv-cp-plan random", "--use-distributed-optimizer"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -51,32 +51,29 @@ def reported(log, name):
 
 @pytest.fixture(scope="module")
 def start(train, tmp_path_factory):
-    """Checkpoints with predictors of two steps; Megatron's two optimizers differ in format."""
-    folders = {}
-    for flag in ("", "--use-distributed-optimizer"):
-        folders[flag] = tmp_path_factory.mktemp("start")
-        train(f"{SMALL} {flag} --dsv-sparse-stage predictor --save {folders[flag]} --save-interval 2 --eval-iters 0",
-              steps=2)
-    return folders
+    """A checkpoint with predictors, of two steps."""
+    folder = tmp_path_factory.mktemp("start")
+    train(f"{SMALL} {DISTRIBUTED} --dsv-sparse-stage predictor --save {folder} --save-interval 2 --eval-iters 0",
+          steps=2)
+    return f"{DISTRIBUTED} --load {folder}"
 
 
 @pytest.fixture(scope="module")
 def one_rank(train, start):
-    return train(f"{SPARSE} --load {start['']}", steps=5)
+    return train(f"{SPARSE} {start}", steps=5)
 
 
 def test_the_selection_shows(train, start, one_rank):
-    dense = train(f"{SMALL} --load {start['']} --dsv-sparse-stage dense", steps=5)
+    dense = train(f"{SMALL} {start} --dsv-sparse-stage dense", steps=5)
     assert max(abs(got - other) / other for got, other in zip(one_rank.loss("loss"), dense.loss("loss"))) > 1e-4
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [
     (8, f"{TP2} {CP4}"), (4, f"{PP2} {CP2} {RECOMPUTE}"), (4, f"{TP2} {CP2} --sequence-parallel"),
-    (4, f"{CP2} --use-distributed-optimizer"),
-], ids=["tp2-cp4", "pp2-cp2-recompute", "tp2-cp2-sp", "cp2-dp2-distributed-optimizer"])
+    (4, f"{CP2} --overlap-grad-reduce --overlap-param-gather"),
+], ids=["tp2-cp4", "pp2-cp2-recompute", "tp2-cp2-sp", "cp2-dp2-overlap"])
 def test_predicted_selections_under_changing_plans(train, start, one_rank, ranks, layout):
-    folder = start["--use-distributed-optimizer" if "distributed" in layout else ""]
-    log = train(f"{SPARSE} {layout} {RANDOM} --load {folder}", ranks, steps=5, main=printing_plans)
+    log = train(f"{SPARSE} {layout} {RANDOM} {start}", ranks, steps=5, main=printing_plans)
     assert_same(log, one_rank)
     for name in ("dsv/predictor_loss", "dsv/predictor_grad_norm", "dsv/recall", "dsv/keep_ratio", "dsv/sparsity"):
         assert reported(log, name) == pytest.approx(reported(one_rank, name), rel=2e-3), name
@@ -89,7 +86,7 @@ def test_predicted_selections_under_changing_plans(train, start, one_rank, ranks
 
 def test_shapes_of_several_lengths(train, start, mixed_latents):
     """A bucket for each length, micro-batches of two, and pipeline stages that learn the length from each other."""
-    flags = f"{SPARSE} --micro-batch-size 2 --load {start['']}"
+    flags = f"{SPARSE} --micro-batch-size 2 {start}"
     log = train(f"{flags} {PP2} {CP2} {RANDOM}", 4, steps=5, data=mixed_latents, main=printing_plans)
     assert_same(log, train(flags, steps=5, data=mixed_latents))
     plan = CPPlan.from_json(re.findall("PLAN (.*)", log.output[0])[-1])
@@ -98,12 +95,12 @@ def test_shapes_of_several_lengths(train, start, mixed_latents):
 
 
 @pytest.mark.parametrize("flags", [
-    f"{SMALL} --dsv-sparse-stage predictor",
     f"{SMALL} --dsv-sparse-stage dense --dsv-attention window-1/3",
     f"{SPARSE} --dsv-predictor-input qk",
     f"{SMALL} --dsv-sparse-stage auto --dsv-gate-recall 0.05 --dsv-budget-mass 0.5 --dit-position sincos",
-], ids=["predictor", "window", "qk", "auto"])
+], ids=["window", "qk", "auto"])
 def test_stages(train, flags):
+    """The gate of auto opens in the fifth step; before it, attention is dense and predictors learn."""
     expected = train(flags, steps=5)
     log = train(f"{flags} {CP2} {RANDOM}", 2, steps=5)
     assert_same(log, expected)
@@ -115,7 +112,7 @@ def test_stages(train, flags):
 
 
 def test_resume_is_bitwise(train, tmp_path):
-    flags = f"{SPARSE} {CP2} {RANDOM} --use-distributed-optimizer --ema-decay 0.9"
+    flags = f"{SPARSE} {CP2} {RANDOM} {DISTRIBUTED} --ema-decay 0.9"
     straight = train(f"{flags} --save {tmp_path} --save-interval 2", 2, steps=4)
     resumed = train(f"{flags} --load {tmp_path} --ckpt-step 2 --save {tmp_path / 'resumed'} --save-interval 2", 2,
                     steps=4)
@@ -129,7 +126,7 @@ def test_resume_is_bitwise(train, tmp_path):
 
 def test_a_run_that_changes_its_context_parallel_size(train, tmp_path):
     """Weights, predictors, profiles and all their moments, EMA and the optimizer's, against a run that never does."""
-    flags = f"{SPARSE} --use-distributed-optimizer --ema-decay 0.9"
+    flags = f"{SPARSE} {DISTRIBUTED} --ema-decay 0.9"
     expected = train(f"{flags} --save {tmp_path / '0'} --save-interval 1", steps=4)
     for done, ranks, layout in ((1, 2, f"{CP2} --dsv-cp-plan heads"), (2, 1, ""), (3, 4, CP4)):
         log = train(f"{flags} {layout} --load {tmp_path / str(done - 1)} --ckpt-step {done} --save "
