@@ -7,7 +7,8 @@ import pytest
 from megatron_dsv.testing.latents import write_latents
 
 RUN = {"num-layers": 2, "hidden-size": 48, "num-attention-heads": 4, "micro-batch-size": 1, "lr": 1e-3,
-       "train-iters": 1, "dit-text-dim": 64, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+       "train-iters": 1, "dit-text-dim": 64, "tensor-model-parallel-size": 2, "sequence-parallel": True,
+       "context-parallel-size": 2, "dsv-cp-plan": "random"}
 
 
 @pytest.mark.parametrize(("trained", "attention", "stage"), [
