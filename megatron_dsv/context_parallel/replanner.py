@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dsv.context_parallel.corrections import NO_CORRECTIONS, Corrections
@@ -117,6 +117,12 @@ class Replanner:
         made = CPPlan(version, step, plan.topo, plan.buckets, tuple(rows), profile.digest, self.calibration_digest,
                       tuple(after))
         return Proposal(made, changed, before, tuple(states))
+
+    def hurry(self, layers: Collection[int], *, of: int) -> None:
+        """Lets some of ``of`` blocks change without a second profile: more is known now than when they were planned."""
+        self.states = tuple(replace(state, waited=tuple(
+            max(waited, state.patience - 1) if layer in layers else waited
+            for layer, waited in enumerate(state.waited or (0,) * of))) for state in self.states)
 
     def predicted_ms(self, plan: CPPlan, profile: Profile, bucket: int, *, tokens: int) -> list[float]:
         """[layer] milliseconds of every block at a sequence length of the bucket, not corrected by measurements."""

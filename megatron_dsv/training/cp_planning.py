@@ -241,9 +241,10 @@ class CPPlanning:
             torch.distributed.all_reduce(table, group=group)
         replicas = self.groups.data.size()
         momentum = self.dsv.dsv_profile_momentum
-        for layer, rows in enumerate(table.tolist()):
-            if not rows[0][-1]:
-                continue
+        seen_layers = {layer: rows for layer, rows in enumerate(table.tolist()) if rows[0][-1]}
+        # Until now they were planned as if all keys travelled.
+        self.replanner.hurry(seen_layers.keys() - self.record.coverage.keys(), of=self.layers)
+        for layer, rows in seen_layers.items():
             for ranks, row in zip(sizes, rows):
                 seen = [min(1.0, share / replicas) for share in row[:-1]]
                 old = self.record.coverage.setdefault(layer, {}).get(ranks, seen)

@@ -54,6 +54,21 @@ def test_a_better_plan_waits_for_a_second_profile_and_says_what_it_gains():
     assert (made.plan.version, made.plan.effective_step) == (2, 150)
 
 
+def test_a_block_of_which_more_is_known_needs_no_second_profile():
+    def changed(before, after):
+        return {a.layer for old_row, new_row in zip(before.blocks, after.blocks)
+                for a, b in zip(old_row, new_row) if a != b}
+
+    planner, old, new = replanner(), profile(1), profile(2)
+    plan = planner.solve(FIRST, old, 0).plan
+    planner.hurry({1}, of=LAYERS)
+    made = planner.solve(plan, new, 50)
+    assert changed(plan, made.plan) == {1}
+    planner.states = made.states
+    others = planner.solve(made.plan, new, 100).plan
+    assert changed(made.plan, others) == {0, 2}, "they wait for their second profile"
+
+
 def test_a_refused_proposal_is_made_again_at_once():
     planner, old, new = replanner(patience=1), profile(1), profile(2)
     plan = planner.solve(FIRST, old, 0).plan
