@@ -28,7 +28,8 @@ class KVSelection:
         row_start: int64 [b, h, Nq]; first entry of the row in ``kv_indices``; ``DENSE_ROW`` (-1) means every valid key.
         row_count: int32 [b, h, Nq]; entries of the row; 0 attends to nothing (out 0, lse -inf, gradients 0).
             Ignored where ``row_start`` is -1.
-        kv_length: int32 [b, G]; keys at or after it are padding and are never attended.
+        kv_length: int32 [b, G]; keys at or after it are padding and are never attended. Below 0 it counts as 0, above
+            ``num_keys`` as that.
         num_queries: query tokens of the q passed along (the last group may be ragged).
         num_keys: key tokens of the k, v passed along (the last block may be ragged).
         q_block_size: tokens per query group.
@@ -106,7 +107,7 @@ class KVSelection:
         Raises RuntimeError as ``padded`` does.
         """
         group_ratio = self.row_start.shape[1] // self.kv_length.shape[1]
-        valid_blocks = (self.kv_length + self.kv_block_size - 1) // self.kv_block_size
+        valid_blocks = (self.kv_length.clamp(0, self.num_keys) + self.kv_block_size - 1) // self.kv_block_size
         valid_blocks = valid_blocks.repeat_interleave(group_ratio, dim=1)[..., None]
         counts = torch.where(self.row_start == DENSE_ROW, valid_blocks.to(torch.int32), self.row_count)
         # A rectangle that is too narrow would drop keys without a word.

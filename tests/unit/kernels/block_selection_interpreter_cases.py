@@ -120,6 +120,16 @@ def test_the_twin_lists_the_groups_of_every_block(shape, words, monkeypatch):
     assert torch.equal(twin.row_start.flatten()[1:], ends.flatten()[:-1])
 
 
+@pytest.mark.parametrize(("length", "counts_as"), [(-5, 0), (10**6, 300)])
+def test_the_twin_of_a_length_outside_the_keys_is_that_of_the_nearest_inside(length, counts_as):
+    selection = selection_at_random(0, **LONG_ROWS)
+    selection.row_start[:, :, 1] = DENSE_ROW
+    lengths = (torch.full_like(selection.kv_length, x) for x in (length, counts_as))
+    got, expected = (replace(selection, kv_length=x) for x in lengths)
+    assert twin_lists(launch.transpose(got)) == reference_twin(expected)
+    assert reference_twin(got) == reference_twin(expected)
+
+
 def test_the_twin_of_selected_rows_fits_their_places():
     torch.manual_seed(0)
     selection = select(torch.rand(2, 3, 9, 40), rule="topk", num_kv_heads=3, num_queries=36, num_keys=160,

@@ -57,6 +57,22 @@ def test_lists_hold_the_valid_blocks_in_order_and_set_the_cut_one_apart(case, sp
             assert _entries(lists.cut_indices, lists.cut, (item, head, block)) == ([] if whole else groups)
 
 
+@pytest.mark.parametrize(("length", "counts_as"), [(-70, 0), (500, 70)])
+def test_a_length_outside_the_keys_counts_as_the_nearest_inside(length, counts_as):
+    selection, _ = random_selection(CASES[2])
+    selection = selection.with_transposed()
+    lengths = (torch.full((1, 1), x, dtype=torch.int32) for x in (length, counts_as))
+    got, expected = (replace(selection, kv_length=x) for x in lengths)
+    for make in (rectangle.by_query, rectangle.by_key):
+        mine, theirs = make(got, slice(0, 2)), make(expected, slice(0, 2))
+        assert torch.equal(mine.whole, theirs.whole)
+        assert torch.equal(mine.cut, theirs.cut)
+        assert mine.cut.any() == (counts_as == 70)
+        for row in torch.cartesian_prod(*map(torch.arange, mine.whole.shape)).tolist():
+            place = tuple(row)
+            assert _entries(mine.indices, mine.whole, place) == _entries(theirs.indices, theirs.whole, place)
+
+
 def test_a_row_that_overflows_the_bound_is_refused():
     selection, blocks = random_selection(CASES[1], special_rows=False)
     bound = int(blocks.sum(-1).max())

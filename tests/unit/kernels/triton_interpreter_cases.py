@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention import api
 from megatron_dsv.kernels.sparse_attention.triton import order
 from megatron_dsv.testing.attention_oracle import (
@@ -94,6 +95,43 @@ def test_padding_does_not_overflow_below_very_negative_logits():
     grads = api.backward(dout, q, k, v, out, lse, selection, backend="triton")
     for mine, exact in zip(grads, api.backward(dout, q, k, v, out, lse, selection, backend="reference")):
         torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
+
+
+def _one_group(length, *, block, dtype=torch.float16):
+    """64 queries and keys, the keys inside a buffer of NaN, and a listed and a dense row of their blocks."""
+    blocks = 64 // block
+    selection = KVSelection(
+        kv_indices=torch.arange(blocks, dtype=torch.int32), row_start=torch.tensor([[[0], [-1]]]),
+        row_count=torch.full((1, 2, 1), blocks, dtype=torch.int32),
+        kv_length=torch.full((1, 2), length, dtype=torch.int32), num_queries=64, num_keys=64, q_block_size=64,
+        kv_block_size=block, max_row_count=blocks)
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(64, 1, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    buffers = [torch.full((256, 1, 2, 16), torch.nan, dtype=dtype) for _ in range(2)]
+    for buffer in buffers:
+        buffer[:64] = torch.randn(64, 1, 2, 16, generator=generator).to(dtype)
+    return selection, q, *(buffer[:64] for buffer in buffers), dout
+
+
+@pytest.mark.parametrize(("length", "block"), [(-64, 64), (-1000, 64), (-64, 8)])
+def test_a_length_of_no_keys_ends_and_attends_nothing(length, block):
+    selection, q, k, v, dout = _one_group(length, block=block)
+    out, lse = api.forward(q, k, v, selection, backend="triton")
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+    assert not any(x.any() for x in api.backward(dout, q, k, v, out, lse, selection, backend="triton"))
+
+
+@pytest.mark.parametrize(("length", "block"), [(65, 64), (200, 64), (200, 8)])
+def test_a_length_beyond_the_keys_reads_none_of_what_lies_there(length, block):
+    results = []
+    for given in (64, length):
+        selection, q, k, v, dout = _one_group(given, block=block)
+        out, lse = api.forward(q, k, v, selection, backend="triton")
+        results.append((out, lse, *api.backward(dout, q, k, v, out, lse, selection, backend="triton")))
+    for exact, got in zip(*results):
+        assert torch.equal(got, exact)
+        assert exact.isfinite().all()
 
 
 def test_autograd_reaches_the_kernels():

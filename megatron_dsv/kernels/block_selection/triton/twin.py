@@ -21,7 +21,8 @@ def _mark_rows_kernel(
     start = tl.load(row_start_ptr + pair * num_groups + group)
     listed = start >= 0
     length = tl.load(kv_length_ptr + pair // heads * kv_heads + pair % heads // (heads // kv_heads))
-    entries = tl.where(listed, tl.load(row_count_ptr + pair * num_groups + group), tl.cdiv(length, KV_BLOCK))
+    every = tl.minimum(tl.cdiv(tl.maximum(length, 0), KV_BLOCK), num_blocks)
+    entries = tl.where(listed, tl.load(row_count_ptr + pair * num_groups + group), every)
     if entries > most:
         tl.store(excess_ptr, 1)
     else:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_entry,
+    load_length,
     load_row,
     load_rows,
     load_tile,
@@ -44,7 +45,7 @@ def _sparse_attention_bwd_dkv_kernel(
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     heads_per_kv = heads // kv_heads
 
-    length = tl.load(kv_length_ptr + batch_kv_head)
+    length = load_length(kv_length_ptr + batch_kv_head, num_keys)
     lane_n = tl.arange(0, BLOCK_N)
     first_n = (block * KV_BLOCK + in_block).to(tl.int64)
     stored_n = (in_block + lane_n < KV_BLOCK) & (first_n + lane_n < num_keys)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_entry,
+    load_length,
     load_row,
     load_rows,
     load_tile,
@@ -25,7 +26,7 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
 @triton.jit
 def _sparse_attention_bwd_dq_kernel(
         q, k, v, out, dout, dq, k_tiles, v_tiles, lse_ptr, stats_ptr, stride_stats, stats_rows, lists, order_ptr,
-        kv_length_ptr, num_queries, num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr,
+        kv_length_ptr, num_queries, num_keys, num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: tl.constexpr,
         KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, TAIL_N: tl.constexpr, GATHER: tl.constexpr, TAIL_STAGES: tl.constexpr):
     tiles: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
@@ -53,7 +54,7 @@ def _sparse_attention_bwd_dq_kernel(
     k_base = k.ptr + batch * k.stride_b + kv_head * k.stride_h
     v_base = v.ptr + batch * v.stride_b + kv_head * v.stride_h
 
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_row(lists, row, length, KV_BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first_tail = 0

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from megatron_dsv.kernels.sparse_attention.triton.lists import (
     load_entry,
+    load_length,
     load_row,
     load_rows,
     load_tile,
@@ -22,8 +23,8 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import (
 
 @triton.jit
 def _sparse_attention_fwd_kernel(
-        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, order_ptr, kv_length_ptr, num_queries, num_groups, heads,
-        kv_heads, scale_log2, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, order_ptr, kv_length_ptr, num_queries, num_keys, num_groups,
+        heads, kv_heads, scale_log2, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_N: tl.constexpr, GATHER: tl.constexpr,
         TAIL_STAGES: tl.constexpr):
     tiles: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
@@ -41,7 +42,7 @@ def _sparse_attention_fwd_kernel(
     k_base = k.ptr + batch * k.stride_b + kv_head * k.stride_h
     v_base = v.ptr + batch * v.stride_b + kv_head * v.stride_h
 
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_row(lists, row, length, KV_BLOCK)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)

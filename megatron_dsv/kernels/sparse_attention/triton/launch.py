@@ -250,8 +250,8 @@ def _scales(softmax_scale: float) -> dict[str, float]:
 
 
 def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
-    return {"num_queries": q.shape[0], "num_groups": selection.num_query_groups, "heads": q.shape[2],
-            "kv_heads": k.shape[2]}
+    return {"num_queries": q.shape[0], "num_keys": k.shape[0], "num_groups": selection.num_query_groups,
+            "heads": q.shape[2], "kv_heads": k.shape[2]}
 
 
 def _tiles(block: int, step: int) -> int:

@@ -40,6 +40,12 @@ def program_row(order_ptr, tiles: tl.constexpr):
 
 
 @triton.jit
+def load_length(length_ptr, num_keys):
+    """How many of ``num_keys`` keys are valid, in 32 bits; what a length says beyond 0 and ``num_keys`` is no key."""
+    return tl.minimum(tl.maximum(tl.load(length_ptr).to(tl.int32), 0), num_keys)
+
+
+@triton.jit
 def load_row(lists, row, length, BLOCK: tl.constexpr):
     """(start, entries, listed) of a row; an unlisted (dense) row has every entry that begins before ``length``."""
     start = tl.load(lists.start + row)
@@ -50,7 +56,7 @@ def load_row(lists, row, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def whole_entries(lists, start, count, listed, length, BLOCK: tl.constexpr):
-    """How many of a row's entries, from its first on, lie wholly before ``length``."""
+    """How many of a row's entries, from its first on, lie wholly before ``length`` >= 0."""
     whole_blocks = length // BLOCK
     entries = tl.where(listed, count, tl.minimum(count, whole_blocks))
     last = tl.load(lists.indices + start + entries - 1, mask=listed & (entries > 0), other=-1)

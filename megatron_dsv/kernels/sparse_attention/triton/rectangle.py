@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 
 _STEP = 128
 
@@ -73,24 +74,25 @@ def by_key(selection: KVSelection, heads: slice, *, split: int = 1) -> Rectangle
     return Rectangle(indices, whole, cut, indices)
 
 
-def _sizes(selection: KVSelection, heads: slice, rows: Tensor) -> tuple[int, int, int, int, int]:
-    """What finds the key length of a flat row: heads and rows of a head here, first head, h / G, G."""
+def _sizes(selection: KVSelection, heads: slice, rows: Tensor) -> tuple[int, int, int, int, int, int]:
+    """What finds the key length of a flat row: heads and rows of a head here, first head, h / G, G, sk."""
     kv_heads = selection.kv_length.shape[1]
-    return rows.shape[1], rows.shape[2], heads.start or 0, selection.row_start.shape[1] // kv_heads, kv_heads
+    ratio = selection.row_start.shape[1] // kv_heads
+    return rows.shape[1], rows.shape[2], heads.start or 0, ratio, kv_heads, selection.num_keys
 
 
 @triton.jit
-def _key_length(head, length_ptr, heads, first_head, ratio, kv_heads):
+def _key_length(head, length_ptr, heads, first_head, ratio, kv_heads, num_keys):
     """Key length of flat head batch * heads + head."""
-    return tl.load(length_ptr + head // heads * kv_heads + (first_head + head % heads) // ratio)
+    return load_length(length_ptr + head // heads * kv_heads + (first_head + head % heads) // ratio, num_keys)
 
 
 @triton.jit
 def _by_query_kernel(indices_ptr, start_ptr, count_ptr, length_ptr, out_ptr, whole_ptr, cut_ptr, last_ptr, fits_ptr,
-                     heads, rows, first_head, ratio, kv_heads, bound, width, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-                     STEP: tl.constexpr):
+                     heads, rows, first_head, ratio, kv_heads, num_keys, bound, width, BLOCK: tl.constexpr,
+                     SPLIT: tl.constexpr, STEP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    length = _key_length(row // rows, length_ptr, heads, first_head, ratio, kv_heads)
+    length = _key_length(row // rows, length_ptr, heads, first_head, ratio, kv_heads, num_keys)
     start = tl.load(start_ptr + row)
     listed = start >= 0
     count = tl.where(listed, tl.load(count_ptr + row), tl.cdiv(length, BLOCK)) * SPLIT
@@ -118,10 +120,10 @@ def _by_query_kernel(indices_ptr, start_ptr, count_ptr, length_ptr, out_ptr, who
 
 @triton.jit
 def _by_key_kernel(indices_ptr, start_ptr, count_ptr, length_ptr, out_ptr, whole_ptr, cut_ptr, heads, rows, first_head,
-                   ratio, kv_heads, width, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr):
+                   ratio, kv_heads, num_keys, width, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr):
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row // SPLIT
-    length = _key_length(row // rows, length_ptr, heads, first_head, ratio, kv_heads)
+    length = _key_length(row // rows, length_ptr, heads, first_head, ratio, kv_heads, num_keys)
     sub: tl.constexpr = BLOCK // SPLIT
     block = out_row % (rows * SPLIT)
     start = tl.load(start_ptr + row)

@@ -21,7 +21,13 @@ from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
     product_layout,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_row, program_row, whole_entries
+from megatron_dsv.kernels.sparse_attention.triton.lists import (
+    load_entry,
+    load_length,
+    load_row,
+    program_row,
+    whole_entries,
+)
 
 
 @gluon.jit
@@ -60,7 +66,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     heads_per_kv = heads // kv_heads
     tma_batch = batch.to(gl.int32)
 
-    length = gl.minimum(gl.load(kv_length_ptr + batch_kv_head), num_keys)
+    length = load_length(kv_length_ptr + batch_kv_head, num_keys)
     k_tile = load_rows(k, batch, kv_head, first_n, length, HEAD_DIM, BLOCK_N, BLOCK_D)
     k_shared = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared, k_tile)
     v_tile = load_rows(v, batch, kv_head, first_n, length, HEAD_DIM, BLOCK_N, BLOCK_D)

@@ -21,13 +21,19 @@ from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
     product_layout,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_row, program_row, whole_entries
+from megatron_dsv.kernels.sparse_attention.triton.lists import (
+    load_entry,
+    load_length,
+    load_row,
+    program_row,
+    whole_entries,
+)
 
 
 @gluon.jit
 def _sparse_attention_hopper_bwd_dq_kernel(
         q, k, v, out, dout, dq, k_tiles, v_tiles, lse_ptr, stats_ptr, stride_stats, stats_rows, lists, order_ptr,
-        kv_length_ptr, num_queries, num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: gl.constexpr,
+        kv_length_ptr, num_queries, num_keys, num_groups, heads, kv_heads, scale, scale_log2, Q_BLOCK: gl.constexpr,
         KV_BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
         BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     dtype: gl.constexpr = q.ptr.dtype.element_ty
@@ -63,7 +69,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     barriers = new_barriers(STAGES)
     fence_async_shared()
 
-    length = gl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_row(lists, row, length, KV_BLOCK)
     whole = whole_entries(lists, start, count, listed, length, KV_BLOCK)
     steps = whole * per_entry

@@ -22,13 +22,19 @@ from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
     product_layout,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_row, program_row, whole_entries
+from megatron_dsv.kernels.sparse_attention.triton.lists import (
+    load_entry,
+    load_length,
+    load_row,
+    program_row,
+    whole_entries,
+)
 
 
 @gluon.jit
 def _sparse_attention_hopper_fwd_kernel(
-        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, order_ptr, kv_length_ptr, num_queries, num_groups, heads,
-        kv_heads, scale_log2, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr,
+        q, k, v, out, k_tiles, v_tiles, lse_ptr, lists, order_ptr, kv_length_ptr, num_queries, num_keys, num_groups,
+        heads, kv_heads, scale_log2, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr,
         BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     dtype: gl.constexpr = q.ptr.dtype.element_ty
     scores_layout: gl.constexpr = product_layout(BLOCK_M, BLOCK_N, gl.num_warps())
@@ -54,7 +60,7 @@ def _sparse_attention_hopper_fwd_kernel(
     k_barriers, v_barriers = new_barriers(STAGES - 1), new_barriers(STAGES)
     fence_async_shared()
 
-    length = gl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_row(lists, row, length, KV_BLOCK)
     whole = whole_entries(lists, start, count, listed, length, KV_BLOCK)
     steps = whole * per_entry
