@@ -269,9 +269,10 @@ class Microbenchmarks:
     def _timed(self, blocks: dict[Any, TrialBlock]) -> dict[Any, Times]:
         """Dense blocks among themselves and for longer: beside sparse ones they would find the card cooler than a
         dense run does."""
-        found = {}
+        found: dict[str, Times] = {}
         for dense in (True, False):
-            part = {str(name): block.iterate for name, block in blocks.items() if (block.budgets is None) == dense}
+            part: dict[str, Program] = {str(name): block.iterate for name, block in blocks.items()
+                                        if (block.budgets is None) == dense}
             found |= self.watch.run(part, self.sizes.seconds * (2 if dense else 1))
         return {name: found[str(name)] for name in blocks}
 
