@@ -86,8 +86,13 @@ def dense_costs(device: str, *, tokens: int, heads: int, head_dim: int,
 
 
 def sparse_costs(device: str, *, tokens: int, heads: int, head_dim: int, density: float, q_block_size: int,
-                 kv_block_size: int, backends: Collection[str] | None = None) -> dict[str, Cost]:
-    """Cost of every backend (of ``backends``, if given) measured at exactly this granularity; empty where none was."""
+                 kv_block_size: int, backends: Collection[str] | None = None,
+                 most_below: bool = False) -> dict[str, Cost]:
+    """Cost of every backend (of ``backends``, if given) measured at exactly this granularity; empty where none was.
+
+    With ``most_below``, the most that any density up to this one takes: it never falls as density grows, as measured
+    times of short kernels do.
+    """
     if not 0 <= density <= 1:
         raise ValueError(f"density must lie in [0, 1], got {density}")
     costs = {}
@@ -98,7 +103,7 @@ def sparse_costs(device: str, *, tokens: int, heads: int, head_dim: int, density
         nearest = _nearest_head_dim(rows, head_dim)
         rows = [row for row in rows if row.head_dim == nearest]
         cost = _cost(rows, lambda row: _work(row.tokens, row.heads, row.head_dim, row.density),
-                     _work(tokens, heads, nearest, density))
+                     _work(tokens, heads, nearest, density), most_below)
         if nearest != head_dim:
             forward, backward = _dense_ratio(device, tokens, heads, head_dim, nearest)
             cost = Cost(forward * cost.forward, backward * cost.backward)
@@ -132,9 +137,9 @@ def _work(tokens: int, heads: int, head_dim: int, density: float) -> float:
     return tokens * tokens * heads * head_dim * density
 
 
-def _cost(rows: list, work_of: Callable, work: float) -> Cost:
-    return Cost(_time([(work_of(row), row.forward_ms) for row in rows], work),
-                _time([(work_of(row), row.backward_ms) for row in rows], work))
+def _cost(rows: list, work_of: Callable, work: float, most_below: bool = False) -> Cost:
+    return Cost(_time([(work_of(row), row.forward_ms) for row in rows], work, most_below),
+                _time([(work_of(row), row.backward_ms) for row in rows], work, most_below))
 
 
 def _fastest(costs: dict[str, Cost]) -> Cost:
@@ -151,12 +156,29 @@ def _measured(table: dict, device: str, backends: Collection[str] | None) -> lis
     return rows
 
 
-def _time(points: list[tuple[float, float]], work: float) -> float:
-    """Milliseconds at ``work`` on the curve through (work, milliseconds) points; points of equal work are averaged."""
+def _time(points: list[tuple[float, float]], work: float, most_below: bool = False) -> float:
+    """Milliseconds at ``work`` on the curve through (work, milliseconds) points; points of equal work are averaged.
+
+    With ``most_below``, the most on the curve up to there.
+    """
+    curve = _curve(points)
+    time = _interpolate(curve, work)
+    if most_below:
+        # Between two points time has no maximum of its own, since rate is linear in the logarithm of the work.
+        time = max([time, *(amount / rate for amount, rate in curve if amount <= work)])
+    return time
+
+
+def _curve(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(work, rate), ascending in work."""
     curve = []
     for amount, group in itertools.groupby(sorted(points), key=lambda point: point[0]):
         times = [milliseconds for _, milliseconds in group]
         curve.append((amount, amount * len(times) / sum(times)))
+    return curve
+
+
+def _interpolate(curve: list[tuple[float, float]], work: float) -> float:
     if work <= curve[0][0]:
         return work / curve[0][1]
     for (low, low_rate), (high, high_rate) in itertools.pairwise(curve):

@@ -43,17 +43,18 @@ class Selector:
         layer_number: global, from 1.
         query_heads: global numbers of the local query heads.
         num_kv_heads: G.
-        head_dim: for the dispatcher's cost table.
+        head_dim, dtype: of the queries, for the dispatcher's cost table.
         statistics: the layer's measured statistics and schedule state.
     """
 
     def __init__(self, dsv: DSVConfig, *, layer_number: int, query_heads: range, num_kv_heads: int, head_dim: int,
-                 statistics: LayerStatistics | None) -> None:
+                 dtype: torch.dtype, statistics: LayerStatistics | None) -> None:
         self.dsv = dsv
         self.layer_number = layer_number
         self.query_heads = query_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.dtype = dtype
         self.statistics = statistics
         self._windows: dict[tuple, KVSelection] = {}
 
@@ -75,13 +76,11 @@ class Selector:
         if math.isnan(keep):
             return False
         dsv = self.dsv
-        # Of the kernels under auto, only the Triton ones repeat bitwise.
-        repeatable = dsv.dsv_deterministic and dsv.dsv_sparse_backend == "auto"
         return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
                           q_block_size=dsv.dsv_q_block_size, kv_block_size=dsv.dsv_kv_block_size,
+                          num_kv_heads=self.num_kv_heads, dtype=self.dtype, deterministic=dsv.dsv_deterministic,
                           dense_above=dsv.dsv_dense_above, device=device_name(),
-                          sparse_backend="triton" if repeatable else dsv.dsv_sparse_backend,
-                          dense_backend=dsv.dsv_dense_backend).sparse
+                          sparse_backend=dsv.dsv_sparse_backend, dense_backend=dsv.dsv_dense_backend).sparse
 
     def window(self, layout: TokenLayout, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int],
                query_group_ids: Sequence[int]) -> KVSelection:

@@ -87,7 +87,8 @@ class DSVSelfAttention(SelfAttention):
                 input_kind=dsv.dsv_predictor_input, seed=seed, tp_group=tp)
             self.statistics = LayerStatistics(heads, tp)
         self.selector = Selector(dsv, layer_number=layer_number, query_heads=query_heads, num_kv_heads=kv_heads,
-                                 head_dim=config.kv_channels, statistics=self.statistics)
+                                 head_dim=config.kv_channels, dtype=config.params_dtype,
+                                 statistics=self.statistics)
         self.cache = SelectionCache()
         self.step = 0
         self.profiles = False

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_dsv.kernels import timings
@@ -24,9 +26,14 @@ _BY_MEMORY = ("triton", "flash4", "cudnn")
 """From none to one to three fp32 copies of q in the backward."""
 
 
-def serves_head_dim(backend: str, head_dim: int) -> bool:
-    """Whether a backend takes heads of this size."""
-    return {"flash4": head_dim in flash4.HEAD_DIMS, "cudnn": head_dim == cudnn.HEAD_DIM}.get(backend, True)
+def serves_kind(backend: str, *, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, q_block_size: int,
+                kv_block_size: int, deterministic: bool) -> bool:
+    """Whether a backend serves requests of this kind, on the devices that it is for."""
+    kind: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "q_block_size": q_block_size,
+                            "kv_block_size": kv_block_size, "deterministic": deterministic}
+    if backend == "flash4":
+        return flash4.limit_of_kind(**kind) is None
+    return backend != "cudnn" or cudnn.limit_of_kind(**kind, heads=heads, kv_heads=kv_heads) is None
 
 
 def check_limits(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, deterministic: bool) -> None:

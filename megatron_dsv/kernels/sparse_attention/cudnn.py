@@ -30,21 +30,29 @@ _SMALL_WORKSPACE = 512 << 20
 
 def limit(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, deterministic: bool = False) -> str | None:
     """What keeps this backend from serving the request, or None."""
-    if reason := hopper_limit("cudnn", q):
+    if reason := hopper_limit("cudnn", q) or limit_of_kind(
+            dtype=q.dtype, head_dim=q.shape[-1], heads=q.shape[2], kv_heads=k.shape[2],
+            q_block_size=selection.q_block_size, kv_block_size=selection.kv_block_size, deterministic=deterministic):
         return reason
-    if q.dtype != torch.bfloat16:
-        return f"takes torch.bfloat16, got {q.dtype}"
-    if q.shape[-1] != HEAD_DIM:
-        return f"takes a head dim of {HEAD_DIM}, got {q.shape[-1]}"
-    if q.shape[2] != k.shape[2]:
-        return f"takes as many key/value heads as query heads, got {k.shape[2]} and {q.shape[2]}"
-    if selection.q_block_size != selection.kv_block_size or selection.q_block_size not in BLOCKS:
-        return (f"takes query groups and key blocks of 64 tokens or of 128 tokens, got {selection.q_block_size} and "
-                f"{selection.kv_block_size}")
     if selection.q_block_size == 64 and q.shape[0] % 64:
         return f"takes a multiple of 64 queries at 64-token blocks, got {q.shape[0]}"
     if not all(_aligned(x) for x in (q, k, v)):
         return "needs q, k and v whose rows begin at multiples of 16 bytes"
+    return None
+
+
+def limit_of_kind(*, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, q_block_size: int,
+                  kv_block_size: int, deterministic: bool) -> str | None:
+    """What keeps this backend from serving any request of this kind, or None."""
+    if dtype != torch.bfloat16:
+        return f"takes torch.bfloat16, got {dtype}"
+    if head_dim != HEAD_DIM:
+        return f"takes a head dim of {HEAD_DIM}, got {head_dim}"
+    if heads != kv_heads:
+        return f"takes as many key/value heads as query heads, got {kv_heads} and {heads}"
+    if q_block_size != kv_block_size or q_block_size not in BLOCKS:
+        return (f"takes query groups and key blocks of 64 tokens or of 128 tokens, got {q_block_size} and "
+                f"{kv_block_size}")
     return "has no deterministic backward" if deterministic else None
 
 

@@ -32,15 +32,20 @@ _RECTANGLE_ENTRIES = 1 << 25
 
 def limit(q: Tensor, selection: KVSelection, *, deterministic: bool = False) -> str | None:
     """What keeps this backend from serving the request, or None."""
-    if reason := hopper_limit("flash4", q):
-        return reason
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes torch.bfloat16 and torch.float16, got {q.dtype}"
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"takes head dims {', '.join(map(str, HEAD_DIMS))}, got {q.shape[-1]}"
-    if (selection.q_block_size, selection.kv_block_size) != (BLOCK, BLOCK):
-        return (f"takes query groups and key blocks of {BLOCK} tokens, got {selection.q_block_size} and "
-                f"{selection.kv_block_size}")
+    return hopper_limit("flash4", q) or limit_of_kind(
+        dtype=q.dtype, head_dim=q.shape[-1], q_block_size=selection.q_block_size,
+        kv_block_size=selection.kv_block_size, deterministic=deterministic)
+
+
+def limit_of_kind(*, dtype: torch.dtype, head_dim: int, q_block_size: int, kv_block_size: int,
+                  deterministic: bool) -> str | None:
+    """What keeps this backend from serving any request of this kind, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes torch.bfloat16 and torch.float16, got {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"takes head dims {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
+    if (q_block_size, kv_block_size) != (BLOCK, BLOCK):
+        return f"takes query groups and key blocks of {BLOCK} tokens, got {q_block_size} and {kv_block_size}"
     return "has no deterministic backward" if deterministic else None
 
 

@@ -1,5 +1,6 @@
 """The cost table's lookups: exact at measured points, monotone between them, the fastest backend of each pass."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -77,6 +78,23 @@ def test_between_points_the_rate_is_interpolated_beyond_them_held_but_no_launch_
                                   kv_block_size=64)
     assert sparse == {"one": (2.0, 3.0), "two": (1.0, 4.0)}
     assert selection_ms("toy", tokens=1024, heads=8, q_block_size=64, kv_block_size=64) == 0.5
+
+
+def test_the_most_below_never_falls_and_is_no_more_than_what_was_measured(monkeypatch):
+    times = {0.125: 2.0, 0.25: 1.0, 0.5: 1.5, 1.0: 4.0}
+    rows = tuple(SparseRow("one", 64, 64, 4096, 8, 64, density, ms, ms) for density, ms in times.items())
+    monkeypatch.setattr(timings, "SPARSE", {"toy": rows})
+
+    def forward(density, **more):
+        return timings.sparse_costs("toy", tokens=4096, heads=8, head_dim=64, density=density, q_block_size=64,
+                                    kv_block_size=64, **more)["one"].forward
+
+    densities = [i / 64 for i in range(65)]
+    most = [forward(density, most_below=True) for density in densities]
+    plain = list(map(forward, densities))
+    assert most == list(itertools.accumulate(plain, max))
+    assert most != plain
+    assert (forward(0.5, most_below=True), forward(1.0, most_below=True)) == (2.0, 4.0)
 
 
 def test_what_was_not_measured_takes_its_neighbour(toy):
