@@ -134,7 +134,7 @@ def _limits(rule: SelectionRule, name: str, heads: int, most: int, budgets: Sequ
             floors: Sequence[int] | None, caps: Sequence[int] | None) -> tuple[list[int], list[int]]:
     """Most and fewest blocks per row of every head."""
     for what, values in (("head_budgets", budgets), ("head_floors", floors), ("head_caps", caps)):
-        if values is not None and (len(values) != heads or min(values) < 1):
+        if values is not None and (len(values) != heads or not all(isinstance(x, int) and x >= 1 for x in values)):
             raise ValueError(f"{what} must be {heads} ints of at least 1, one for each head, got {list(values)}")
     upper = [most] * heads
     if rule.capped_by_budget:

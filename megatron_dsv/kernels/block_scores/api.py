@@ -118,8 +118,9 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
         backend: one of ``BACKENDS``. Only ``reference`` is differentiable: ``auto`` takes it when autograd records.
 
     Returns:
-        fp32 [b, h, Nq, Nk]. A block of padding alone gets 0 for ``mass`` and -inf otherwise. The matrix product runs
-        in the inputs' dtype with fp32 results. ``reference`` holds no temporary above 256 MiB unless one group of all
+        fp32 [b, h, Nq, Nk]. A block of padding alone gets 0 for ``mass`` and -inf otherwise. A logit of +inf leaves
+        ``mass`` and ``lse`` undefined, as it is subtracted from itself. The matrix product runs in the inputs' dtype
+        with fp32 results. ``reference`` holds no temporary above 256 MiB unless one group of all
         heads exceeds it; ``triton`` stores no logits, and takes 2^x within 1e-4 where logits are moderate.
 
     Raises:

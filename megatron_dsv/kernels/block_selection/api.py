@@ -47,10 +47,13 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Ten
         backend: one of ``BACKENDS``.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend; a rule for another number of heads, or with rows of more than Nk places.
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
-    b, _, nq, nk = scores.shape
+    b, h, nq, nk = scores.shape
+    if len(rule.widths) != h or max(rule.widths, default=0) > max(nk, 1):
+        raise ValueError(f"rule must have {h} widths, one for each head, of at most the {nk} blocks of a row, got "
+                         f"{list(rule.widths)}")
     match _resolve(backend, scores.device.type, nk):
         case "reference":
             whole = scores if isinstance(scores, Tensor) else scores.whole()

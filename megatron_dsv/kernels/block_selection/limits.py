@@ -27,6 +27,10 @@ class RowRule:
         keep_own_block: force the blocks that overlap the group's own tokens.
         prefix_blocks: force this many leading blocks.
         q_block_size, kv_block_size: tokens.
+
+    Raises:
+        ValueError: limits that do not fit each other: a row writes up to its cap of blocks, over its neighbour's where
+            its width holds fewer.
     """
 
     widths: tuple[int, ...]
@@ -39,6 +43,16 @@ class RowRule:
     prefix_blocks: int
     q_block_size: int
     kv_block_size: int
+
+    def __post_init__(self) -> None:
+        limits = (self.widths, self.caps, self.floors)
+        if len({len(values) for values in limits}) != 1:
+            raise ValueError("RowRule needs one width, cap and floor for each head, got "
+                             f"{', '.join(str(len(values)) for values in limits)}")
+        for width, cap, floor in zip(*limits, strict=True):
+            if min(cap, floor) < 1 or (width != 0 and width < cap):
+                raise ValueError("RowRule takes caps and floors of at least 1, and widths of 0 or at least the cap, "
+                                 f"got width {width}, cap {cap}, floor {floor}")
 
     @property
     def theta_units(self) -> int:

@@ -2,7 +2,9 @@
 
 A row (batch, query head, query group) keeps exactly min(budget of its head, valid keys) keys: first the forced ones
 (the leading ``prefix_tokens`` and the group's own tokens), then those of the best scores; equal scores go to the lower
-token. Padding is never kept; NaN and -inf are the worst scores, and +inf counts as the largest finite one.
+token. Padding is never kept; NaN and -inf are the worst scores, and +inf counts as the largest finite one. With several
+proxies, ``mass`` and ``lse`` may subtract a logit of +inf from itself: what its keys score is then not defined, and
+backends differ.
 
 The score of a key reduces S = softmax_scale * q k^T over the group's P proxies: ``mass`` sums their softmax shares
 (each over all valid keys), ``lse`` takes log-sum-exp, ``max`` the maximum. With one proxy all three rank alike, and its
@@ -127,7 +129,7 @@ def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend
     if rows != groups * proxies:
         raise ValueError(f"q_pooled must hold {proxies} rows for each of the {groups} groups of {num_queries} "
                          f"queries, got {rows}")
-    if len(head_budgets) != h or min(head_budgets) < 1:
+    if len(head_budgets) != h or not all(isinstance(budget, int) and budget >= 1 for budget in head_budgets):
         raise ValueError(f"head_budgets must be {h} ints of at least 1, one for each head, got {list(head_budgets)}")
     if prefix_tokens < 0:
         raise ValueError(f"prefix_tokens must be at least 0, got {prefix_tokens}")

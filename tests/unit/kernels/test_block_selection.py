@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsv.kernels.block_selection.api import BACKENDS
+from megatron_dsv.kernels.block_selection.api import BACKENDS, select_rows
+from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.sparsity.selection_rules import select
 from megatron_dsv.testing.hopper import SHARED_MEMORY_LIMIT, compile_for_hopper
 
@@ -48,3 +49,29 @@ def test_misuse_is_named():
         select(torch.rand(1, 1, 1, 2), **arguments, backend="best")
     with pytest.raises(NotImplementedError, match=r"needs CUDA tensors \(or TRITON_INTERPRET=1\), got cpu; use"):
         select(torch.rand(1, 1, 1, 2), **arguments, backend="triton")
+
+
+def _row_rule(**changes):
+    return RowRule(**({"widths": (2, 0), "caps": (2, 9), "floors": (1, 1), "by_mass": False, "score_kind": "mass",
+                       "theta": 1.0, "keep_own_block": False, "prefix_blocks": 0, "q_block_size": 4,
+                       "kv_block_size": 4} | changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"caps": (2,)}, "one width, cap and floor for each head, got 2, 1, 2"),
+    ({"caps": (2, 0)}, "caps and floors of at least 1, and widths of .* got width 0, cap 0, floor 1"),
+    ({"caps": (3, 9)}, "widths of 0 or at least the cap, got width 2, cap 3, floor 1"),
+    ({"floors": (0, 1)}, "got width 2, cap 2, floor 0")])
+def test_limits_that_would_write_over_a_neighbour_are_refused(changes, message):
+    _row_rule()
+    with pytest.raises(ValueError, match=message):
+        _row_rule(**changes)
+
+
+def test_a_rule_fits_its_scores():
+    lengths = {"kv_length": torch.full((1, 2), 12, dtype=torch.int32), "query_length": torch.tensor([4]),
+               "query_group_ids": None, "num_queries": 4, "num_keys": 12, "max_row_count": 3}
+    assert select_rows(torch.rand(1, 2, 1, 3), _row_rule(), **lengths).row_count.tolist() == [[[2], [0]]]
+    for heads, widths in ((3, (2, 0)), (2, (4, 0))):
+        with pytest.raises(ValueError, match=rf"rule must have {heads} widths.* of at most the 3 blocks of a row, got"):
+            select_rows(torch.rand(1, heads, 1, 3), _row_rule(widths=widths), **lengths)

@@ -60,6 +60,7 @@ def test_forced_tokens_raise_the_budget_and_group_numbers_move_them():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"head_budgets": [1]}, "head_budgets must be 4 ints of at least 1"),
     ({"head_budgets": [1, 1, 0, 1]}, "head_budgets must be 4 ints of at least 1"),
+    ({"head_budgets": [1, 1, 2.5, 1]}, "head_budgets must be 4 ints of at least 1"),
     ({"reduction": "sum"}, "reduction must be one of mass, lse, max, got 'sum'"),
     ({"backend": "cuda"}, "backend of token_topk must be one of auto, reference, triton, got 'cuda'"),
     ({"proxies": 3}, "proxies must divide q_block_size"),

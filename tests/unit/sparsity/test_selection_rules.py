@@ -231,6 +231,7 @@ def test_lengths_on_the_device_are_clamped_to_the_keys():
     ({"theta": 0.0}, r"theta of a selection must be in \(0, 1\], got 0.0"),
     ({"head_budgets": [1]}, r"head_budgets must be 2 ints"),
     ({"head_budgets": [1, 0]}, r"head_budgets must be 2 ints of at least 1"),
+    ({"head_budgets": [1, 1.5]}, r"head_budgets must be 2 ints of at least 1"),
     ({"head_budgets": None}, r"rule 'topk' needs head_budgets"),
     ({"num_keys": 30}, r"scores must be float32 \[b, h, 3, 4\]"),
     ({"num_kv_heads": 3}, r"num_kv_heads must divide the 2 query heads, got 3"),

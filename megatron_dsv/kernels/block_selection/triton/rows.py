@@ -1,7 +1,7 @@
 """From a row of scores to its ascending list: one program a row, the whole row in registers.
 
 Scores become unsigned integers of the same order, so that the k-th largest is found bit by bit: 32 counts, no sort.
-Masses become integers, too (24 bits below the row's largest), so that their sums do not depend on the order.
+Masses become integers, too (23 bits below the row's largest), so that their sums do not depend on the order.
 
 Dims: b batch, h query heads, G key/value heads (kv_heads), Nq query groups (num_groups), Nk key/value blocks
 (num_blocks); a launch takes the (batch, head) pairs from ``first_pair`` and the groups from ``first_group`` on.
