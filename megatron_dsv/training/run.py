@@ -152,9 +152,13 @@ class TrainingRun:
         tokens = sum(layout.num_tokens * count for layout, count in layouts)
         slots = sum(layout.padded_length * count for layout, count in layouts)
         if slots > (1 + _PADDING_WORTH_A_LINE) * tokens and self.args.rank == 0:
-            shared = f" on --context-parallel-size {ranks}" if ranks > 1 else ""
-            print(f"warning: --dsv-q-block-size {group}{shared} pads the videos of --latent-data by "
-                  f"{slots / tokens - 1:.0%} on average; smaller query groups pad less", file=sys.stderr, flush=True)
+            cause, cure = f"--dsv-q-block-size {group} pads", "smaller query groups"
+            if ranks > 1:
+                cause = (f"--dsv-q-block-size {group}, --dsv-kv-block-size {self.dsv.dsv_kv_block_size} and "
+                         f"--context-parallel-size {ranks} pad")
+                cure = "smaller ones"
+            print(f"warning: {cause} the videos of --latent-data by {slots / tokens - 1:.0%} on average; {cure} pad "
+                  "less", file=sys.stderr, flush=True)
 
     def set_sequence_length(self) -> None:
         """Tells Megatron the longest padded sequence of the data set; pipeline stages size their buffers by it."""

@@ -69,8 +69,8 @@ def test_the_selection_shows(train, start, one_rank):
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [
-    (8, f"{TP2} {CP4}"), (4, f"{PP2} {CP2} {RECOMPUTE}"), (4, f"{TP2} {CP2} --sequence-parallel"),
-    (4, f"{CP2} --overlap-grad-reduce --overlap-param-gather"),
+    (8, f"{TP2} {CP4} --dsv-cp-groups dedicated"), (4, f"{PP2} {CP2} {RECOMPUTE}"),
+    (4, f"{TP2} {CP2} --sequence-parallel"), (4, f"{CP2} --overlap-grad-reduce --overlap-param-gather"),
 ], ids=["tp2-cp4", "pp2-cp2-recompute", "tp2-cp2-sp", "cp2-dp2-overlap"])
 def test_predicted_selections_under_changing_plans(train, start, one_rank, ranks, layout):
     log = train(f"{SPARSE} {layout} {RANDOM} {start}", ranks, steps=5, main=printing_plans)

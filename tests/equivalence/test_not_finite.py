@@ -62,6 +62,8 @@ def outcome(latents, tmp_path) -> Callable[..., list[tuple[Any, str, list[str]]]
 CASES = {
     # flags, ranks, (rank, what, step), what is said of it
     "loss": ("--use-distributed-optimizer", 2, (1, "loss", 3), "iteration 3: the loss is not finite on rank 1;"),
+    "context-parallel": ("--context-parallel-size 2 --dsv-cp-plan random --dsv-kv-block-size 8", 2, (1, "loss", 3),
+                         "iteration 3: the loss is not finite on rank 1;"),
     "gradient": ("--bf16", 1, (0, "gradient", 3), "iteration 3: the losses are finite, but a gradient is not;"),
     "first-step": ("--dsv-sparse-stage predictor --dsv-q-block-size 16 --dsv-kv-block-size 16", 1, (0, "loss", 1),
                    "iteration 1: the loss is not finite on rank 0;"),

@@ -45,7 +45,8 @@ def test_query_groups_far_above_the_videos_are_refused(data):
 
 def test_context_ranks_far_above_the_videos_are_refused(data, capsys):
     run_of(data, "--dsv-q-block-size", "64", "--context-parallel-size", "8").check_data()
-    assert "--dsv-q-block-size 64 on --context-parallel-size 8 pads the videos" in capsys.readouterr().err
+    warning = "--dsv-q-block-size 64, --dsv-kv-block-size 64 and --context-parallel-size 8 pad the videos of "
+    assert warning in capsys.readouterr().err
     with pytest.raises(ValueError, match="--context-parallel-size must deal out the 72 tokens of the longest video in "
                                          "--latent-data in whole query groups and key blocks, got 8, which pads it to "
                                          "1024; take fewer ranks"):
