@@ -190,6 +190,28 @@ def test_rows_and_sums_reach_every_rank():
         assert sums.tolist() == [6.0, 6.0]
 
 
+def whole_heads(whole: Whole, lengths: torch.Tensor) -> tuple[torch.Tensor, range, torch.Tensor]:
+    scheme = scheme_of(prepared(6, node_ranks=3), whole.problem)
+    mine = whole.k.chunk(6)[dist.get_rank()]
+    return *scheme.by_heads(mine), scheme.own_length(lengths, len(mine))
+
+
+def test_tokens_are_traded_for_whole_heads_and_lengths_for_their_share():
+    """Four heads on six ranks: two get none. Real tokens may end in the first chunk, in the middle, or nowhere."""
+    whole = Whole(Problem(6, units=4, batch=2))
+    tokens, chunk = whole.problem.tokens, whole.problem.chunk
+    lengths = torch.tensor([1, chunk + 3, tokens], dtype=torch.int32)
+    seen, shares = [], []
+    for traded, heads, own in run_ranks(whole_heads, 6, whole, lengths):
+        assert torch.equal(traded, whole.k[:, :, list(heads)])
+        seen.append(list(heads))
+        shares.append(own)
+    assert [head for heads in seen for head in heads] == [0, 1, 2, 3]
+    assert seen.count([]) == 2
+    assert torch.equal(torch.stack(shares), torch.tensor(
+        [[1, chunk, chunk], [0, 3, chunk], *[[0, 0, chunk]] * 4], dtype=torch.int32))
+
+
 def failing_exchange(problem: Problem) -> str:
     """Rank 1 leaves before an exchange."""
     store = store_of(problem)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dsv.context_parallel.geometry import LAYOUTS, Split, splits
-from megatron_dsv.context_parallel.plan import BlockPlan, CPPlan, Topology, even_block, even_plan
+from megatron_dsv.context_parallel.plan import BlockPlan, CPPlan, Topology, attending, even_block, even_plan
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 64)
 
@@ -204,3 +204,13 @@ def test_layouts_agree_where_one_factor_is_one():
         first, second = (Split(g_h, g_s, layout) for layout in LAYOUTS)
         assert [first.h_group(r) for r in range(6)] == [second.h_group(r) for r in range(6)]
         assert [first.s_group(r) for r in range(6)] == [second.s_group(r) for r in range(6)]
+
+
+@pytest.mark.parametrize("split", [Split(1, 4), Split(2, 2, "s_inner"), Split(4, 1)])
+def test_a_layer_that_attends_otherwise_than_planned_keeps_its_split_and_heads(split):
+    planned = even_block(3, split, tp=2, units=4, sparse=False)
+    sparse = attending(planned, sparse=True, kv_block=16)
+    exchange = "none" if split.g_s == 1 else "selective"
+    assert sparse == dataclasses.replace(planned, sparse=True, kv_block=16, kv_exchange=exchange)
+    assert attending(sparse, sparse=False, kv_block=16) == planned
+    assert attending(planned, sparse=False, kv_block=16) is planned
