@@ -290,16 +290,17 @@ def even_block(layer: int, split: Split, *, tp: int, units: int, sparse: bool, k
 
 
 def even_plan(topo: Topology, *, layers: int, units: int, longest: int, g_h: int | None = None, sparse: bool = False,
-              kv_block: int = 1) -> CPPlan:
+              kv_block: int = 1, most_stages: int = 1) -> CPPlan:
     """The same even split in every block, one bucket up to ``longest`` tokens; version 0, effective at once.
 
-    ``g_h`` left out is the largest divisor of cp that ``units`` can fill.
+    ``g_h`` left out is the largest divisor of cp that ``units`` can fill. Keys arrive in ``most_stages`` calls, or in
+    one a peer where there are fewer.
     """
     if g_h is None:
         g_h = max(size for size in range(1, min(topo.cp, units) + 1) if topo.cp % size == 0)
     split = Split(g_h, topo.cp // g_h, H_INNER)
-    blocks = tuple(even_block(layer, split, tp=topo.tp, units=units, sparse=sparse, kv_block=kv_block)
-                   for layer in range(layers))
+    blocks = tuple(even_block(layer, split, tp=topo.tp, units=units, sparse=sparse, kv_block=kv_block,
+                              stages=min(most_stages, max(1, split.g_s - 1))) for layer in range(layers))
     return CPPlan(0, 0, topo, ((1, longest),), (blocks,))
 
 

@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_dsv.context_parallel.geometry import H_INNER, Split, splits
-from megatron_dsv.context_parallel.plan import GATHER, NONE, SELECTIVE, BlockPlan, CPPlan, Topology, even_block
+from megatron_dsv.context_parallel.geometry import splits
+from megatron_dsv.context_parallel.plan import GATHER, NONE, SELECTIVE, BlockPlan, CPPlan, Topology, even_plan
 
 SEQUENCE, HEADS, RANDOM = "sequence", "heads", "random"
 MODES = (SEQUENCE, HEADS, RANDOM)
@@ -44,14 +44,9 @@ def uniform_plan(mode: str, topo: Topology, *, layers: int, units: int, buckets:
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    g_h = 1
-    if mode == HEADS:
-        g_h = max(size for size in range(1, min(topo.cp, units) + 1) if topo.cp % size == 0)
-    split = Split(g_h, topo.cp // g_h, H_INNER)
-    stages = min(_MOST_STAGES, max(1, split.g_s - 1))
-    blocks = tuple(even_block(layer, split, tp=topo.tp, units=units, sparse=sparse, kv_block=kv_block if sparse else 1,
-                              stages=stages) for layer in range(layers))
-    return CPPlan(0, 0, topo, buckets, (blocks,) * len(buckets))
+    plan = even_plan(topo, layers=layers, units=units, longest=buckets[-1][1], g_h=None if mode == HEADS else 1,
+                     sparse=sparse, kv_block=kv_block if sparse else 1, most_stages=_MOST_STAGES)
+    return replace(plan, buckets=buckets, blocks=plan.blocks * len(buckets), predicted_ns=())
 
 
 def random_plan(plan: CPPlan, *, seed: int, step: int) -> CPPlan:
