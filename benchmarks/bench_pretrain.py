@@ -31,6 +31,7 @@ from megatron_dsv.models.embeddings import token_grid
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?\| loss: ([-+.\dEenaif]+)")
+BACKEND = re.compile(r"(dense|sparse)_attention: backend='auto' took '(\w+)' for the (forward and backward|\w+)")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 
@@ -47,10 +48,11 @@ def main() -> int:
     parser.add_argument("--logs", default=None, help="folder for each arm's output.")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of the entry script.")
     args = parser.parse_args()
-    rows = [run_arm(args, arm) for arm in args.arms]
-    merge(Path(args.output), rows)
-    for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if key != "versions"}))
+    rows = []
+    for arm in args.arms:
+        rows.append(run_arm(args, arm))
+        merge(Path(args.output), rows[-1:])
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "versions"}), flush=True)
     return 0 if all(row["completed"] for row in rows) else 1
 
 
@@ -74,24 +76,41 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         (Path(args.logs) / f"{args.preset}-{arm}-{args.transformer_impl}.log").write_text(done.stdout)
-    steps = {int(number): (float(ms), float(loss)) for number, ms, loss in STEP.findall(done.stdout)}
+    return row(args, arm, done.stdout, done.returncode, time.monotonic() - started)
+
+
+def row(args: argparse.Namespace, arm: str, printed: str, status: int, wall_s: float) -> dict[str, Any]:
+    """What a launch printed, as a row."""
+    steps = {int(number): (float(ms), float(loss)) for number, ms, loss in STEP.findall(printed)}
     counted = [ms for number, (ms, _) in steps.items() if number > args.skip]
-    if done.returncode or not counted:
-        print(done.stdout[-6000:], file=sys.stderr)
+    if status or not counted:
+        print(printed[-6000:], file=sys.stderr)
     step_ms = statistics.median(counted) if counted else float("nan")
     tokens = tokens_of(args)
-    memory = [float(megabytes) for megabytes in MEMORY.findall(done.stdout)]
+    memory = [float(megabytes) for megabytes in MEMORY.findall(printed)]
     losses = [loss for _, loss in steps.values()]
     return {
         "preset": args.preset, "tokens": tokens, "stage": arm, "transformer_impl": args.transformer_impl,
-        "attention_backend": "triton" if arm == "sparse" else "sdpa",
+        "attention_backend": backends(printed),
         "keep_ratio": args.keep_ratio if arm == "sparse" else 1.0,
         "keep_ratio_note": "forced, for timing only: a random model selects nothing useful" if arm == "sparse" else "",
         "step_ms": round(step_ms, 1), "tokens_per_s": round(tokens / step_ms * 1e3) if counted else 0,
         "peak_gib": round(max(memory, default=0.0) / 1024, 2), "steps": len(steps),
         "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None,
-        "recompute": "full", "completed": done.returncode == 0 and len(steps) == args.steps,
-        "wall_s": round(time.monotonic() - started, 1), "versions": versions()}
+        "recompute": "full", "completed": status == 0 and len(steps) == args.steps,
+        "wall_s": round(wall_s, 1), "versions": versions()}
+
+
+def backends(printed: str) -> str:
+    """What ``auto`` took, as ``dense flash4`` or ``sparse flash4 forward, cudnn backward``; all that were taken."""
+    found: dict[str, dict[str, str]] = {}
+    for kind, backend, passes in BACKEND.findall(printed):
+        for name in passes.split(" and "):
+            found.setdefault(kind, {})[name] = backend
+    return "; ".join(
+        f"{kind} " + (by_pass["forward"] if len(set(by_pass.values())) == 1 and "forward" in by_pass
+                      else ", ".join(f"{backend} {name}" for name, backend in by_pass.items()))
+        for kind, by_pass in found.items())
 
 
 def tokens_of(args: argparse.Namespace) -> int:
@@ -105,7 +124,7 @@ def versions() -> dict[str, str]:
     """Device and packages behind the numbers."""
     import torch
 
-    names = ("torch", "triton", "megatron-core", "transformer-engine", "numpy")
+    names = ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "nvidia-cudnn-frontend", "numpy")
     found = {}
     for name in names:
         try:

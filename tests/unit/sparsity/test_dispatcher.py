@@ -131,8 +131,17 @@ def test_a_layer_that_is_sparse_is_sparse_at_every_smaller_share(monkeypatch):
             dense_backend=dense_backend).sparse for share in shares]
         assert chosen == sorted(chosen, reverse=True), (tokens, heads, head_dim, blocks, sparse_backend)
         seen.add(sum(chosen))
-    assert len(seen) > 10
+    assert len(seen) >= 10
     dispatcher._by_cost.cache_clear()
+
+
+@pytest.mark.parametrize(("tokens", "heads", "sparse"), [(4096, 24, False), (16384, 3, False), (8192, 24, True)])
+def test_what_takes_longer_to_launch_than_dense_attention_takes_is_dense(monkeypatch, tokens, heads, sparse):
+    """Of 4,096 tokens and 24 heads a twentieth took 3.5 ms, dense attention 1.2; of 16,384 and 3, 2.0 and 2.3."""
+    monkeypatch.setattr(dispatcher, "installed", lambda backend: True)
+    decision = use_sparse(0.05, num_tokens=tokens, num_heads=heads, head_dim=128, q_block_size=128, kv_block_size=128,
+                          device="NVIDIA H200")
+    assert (decision.sparse, "3.51 ms to launch both" in decision.reason) == (sparse, True)
 
 
 def test_shorter_than_measured_is_dense(measured):
