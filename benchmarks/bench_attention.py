@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.merge:
         if output is None:
             parser.error("--merge needs --output")
-        report.merge(output, [row for path in args.merge for row in report.load(path)])
+        report.merge(output, [row for path in args.merge for row in report.read(path)])
         return 0
     if not 0 < args.seconds < math.inf:
         parser.error(f"--seconds must be positive, got {args.seconds:g}")
@@ -102,6 +102,7 @@ class Bench:
         self.rows: list[report.Row] = []
         self.failures: list[str] = []
         self._gates: dict[tuple, bool] = {}
+        self._reds: dict[tuple, str] = {}
         self._spread: dict[tuple, dict[str, float]] = {}
 
     def run(self, groups: list[Group], deadline: float | None = None) -> int:
@@ -115,12 +116,13 @@ class Bench:
                 rows = self.measure(group)
             except Exception as error:
                 self.fail(f"{', '.join(sorted(group.cases))}: {described(error)}")
-                rows = []
+                rows = self._all_red(group, str(error)) if isinstance(error, GateError) else []
+            if rows and self.output is not None:
+                report.merge(self.output, rows)
+            rows = report.green(rows)
             self.rows += rows
             if rows:
                 print(report.row_table(rows), flush=True)
-                if self.output is not None:
-                    report.merge(self.output, rows)
             print(f"# {time.monotonic() - started:.0f} s", flush=True)
             gc.collect()
             if self.device.type == "cuda":
@@ -131,15 +133,16 @@ class Bench:
         return 1 if self.failures else 0
 
     def measure(self, group: Group) -> list[report.Row]:
-        """Rows of one group."""
+        """Rows of one group, red ones too."""
         shape = group.shape
         problem = inputs.problem(shape, self.device, self.dtype)
         dense = self._dense(group, problem)
         dispatched = self._dispatched(group)
         hidden = functools.cache(functools.partial(self._hidden, shape))
+        points = (*group.points, *filter(None, dispatched.values()))
         sparse = {point: SparseRun(shape, point, problem, hidden(point.granularity, point.lists),
                                    inputs.budgets(shape, point))
-                  for point in (*group.points, *filter(None, dispatched.values())) if self._green(point, shape)}
+                  for point in points if self._green(point, shape)}
         sparse = {point: run for point, run in sparse.items() if self._sampled(run)}
         times = interleaved({**dense, **sparse}, self.clock, self.seconds)
         fastest = min(dense, key=lambda name: times[name].median())
@@ -148,7 +151,13 @@ class Bench:
         rows = [self._row(run, times[point], facts) for point, run in sparse.items()]
         rows += [self._dense_way(shape, granularity, fastest, facts)
                  for granularity, point in dispatched.items() if point is None]
-        return rows
+        return rows + [report.red(point, self._reds[gate]) for point in points if point not in sparse
+                       for gate in (self._sparse_gate(point, shape), (shape, point)) if gate in self._reds]
+
+    def _all_red(self, group: Group, reason: str) -> list[report.Row]:
+        """A red row for every point of a group whose baselines cannot be trusted."""
+        chosen = (Point(dispatch_case(group.shape), granularity, "auto") for granularity in group.dispatch)
+        return [report.red(point, reason) for point in (*group.points, *chosen)]
 
     def fail(self, what: str) -> None:
         print(f"# FAILED {what}", flush=True)
@@ -177,8 +186,13 @@ class Bench:
         return served
 
     def _green(self, point: Point, shape: Shape) -> bool:
-        key = (point.granularity, point.backend, shape.head_dim, point.deterministic, point.proxies)
-        return self._gate(key, lambda: check_sparse(point, shape, self.device, self.dtype))
+        return self._gate(self._sparse_gate(point, shape),
+                          lambda: check_sparse(point, shape, self.device, self.dtype))
+
+    @staticmethod
+    def _sparse_gate(point: Point, shape: Shape) -> tuple:
+        """Points that share it share the gate on small inputs."""
+        return point.granularity, point.backend, shape.head_dim, point.deterministic, point.proxies
 
     def _gate(self, key: tuple, check: Callable[[], None]) -> bool:
         """Runs a check once; anything but a pass is a failure."""
@@ -190,6 +204,7 @@ class Bench:
                 print(f"# gate green in {time.monotonic() - started:.1f} s: {key}", flush=True)
             except Exception as error:
                 self._gates[key] = False
+                self._reds[key] = str(error)
                 self.fail(f"gate of {key}: {described(error)}")
         return self._gates[key]
 

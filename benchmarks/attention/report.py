@@ -1,7 +1,8 @@
 """Rows on disk, the goals they are held against, and the tables of docs/kernels.md.
 
-A row's key is case, granularity, backend, lists and keep_ratio. A goal names the rows it looks at, a figure of a row,
-and a bound; the best row counts where users may choose (the best backend), the worst where they may not.
+A row's key is case, granularity, backend, lists and keep_ratio. A red row has no number, only what was wrong in its
+gate; in files it stands in place of the row that it would have replaced. A goal names the rows it looks at, a figure
+of a row, and a bound; the best row counts where users may choose (the best backend), the worst where they may not.
 """
 
 from __future__ import annotations
@@ -21,22 +22,36 @@ _BLOCKS = ("block-64", "block-128")
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What a newer row replaces. The dispatcher picks the kept share of its rows, so it is not part of their key."""
-    return tuple(row[name] for name in KEY if name != "keep_ratio" or not row["case"].startswith("dispatch"))
+    """What a newer row replaces. Of the dispatcher's rows that is the choice, whatever way and share it was."""
+    return tuple(row[name] for name in (KEY[:2] if row["case"].startswith("dispatch") else KEY))
 
 
-def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Writes ``rows`` in place of older ones of the same key, and returns all of them; of two the later one stays."""
-    newest = {key(row): row for row in (*load(path), *rows)}
+def red(point: Any, reason: str) -> Row:
+    """The row of a point whose gate is red."""
+    return {name: getattr(point, name) for name in KEY} | {"red": reason}
+
+
+def green(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have numbers."""
+    return [row for row in rows if "red" not in row]
+
+
+def merge(path: Path, rows: Sequence[Row]) -> None:
+    """Writes ``rows``, red ones too, in place of older ones of the same key; of two the later one stays."""
+    newest = {key(row): row for row in (*read(path), *rows)}
     merged = sorted(newest.values(), key=lambda row: tuple(map(str, key(row))))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
-    return merged
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file, red ones too; none if there is no file."""
+    return json.loads(path.read_text()) if path.is_file() else []
 
 
 def load(path: Path) -> list[Row]:
-    """Rows of a file; none if there is no file."""
-    return json.loads(path.read_text()) if path.is_file() else []
+    """The rows of a file that have numbers; none if there is no file."""
+    return green(read(path))
 
 
 def speedup(row: Row) -> float:

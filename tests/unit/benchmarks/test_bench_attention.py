@@ -143,10 +143,23 @@ def _row(case="64k", granularity="block-64", backend="triton", lists="uniform", 
 def test_newer_rows_replace_those_of_their_key_alone(tmp_path):
     path = tmp_path / "results/attention.json"
     report.merge(path, [_row(), _row(keep_ratio=0.2), _row("dispatch-4k", keep_ratio=0.3)])
-    report.merge(path, [_row(total_ms=9.0), _row("dispatch-4k", keep_ratio=0.1)])
+    report.merge(path, [_row(total_ms=9.0), _row("dispatch-4k", backend="dense flash4", lists="none", keep_ratio=None)])
     rows = report.load(path)
     assert {(row["case"], row["keep_ratio"]): row["total_ms"] for row in rows} == {
-        ("64k", 0.1): 9.0, ("64k", 0.2): 10.0, ("dispatch-4k", 0.1): 10.0}
+        ("64k", 0.1): 9.0, ("64k", 0.2): 10.0, ("dispatch-4k", None): 10.0}
+
+
+def test_a_row_that_turned_red_takes_the_older_one_out_of_every_file(tmp_path):
+    part, path = tmp_path / "part.json", tmp_path / "attention.json"
+    report.merge(path, [_row(), _row(keep_ratio=0.2), _row("dispatch-4k", keep_ratio=0.3)])
+    report.merge(part, [report.red(Point("64k", "block-64", "triton"), "dq: error 3 exceeds the budget 1"),
+                        report.red(Point("dispatch-4k", "block-64", "auto"), "out: error")])
+    assert bench_attention.main(["--output", str(path), "--merge", str(part)]) == 0
+    assert [row["keep_ratio"] for row in report.load(path)] == [0.2]
+    assert [row["red"] for row in report.read(path) if row["case"] == "64k" and "red" in row] == [
+        "dq: error 3 exceeds the budget 1"]
+    report.merge(path, [_row(total_ms=9.0)])
+    assert [(row["keep_ratio"], row["total_ms"]) for row in report.load(path)] == [(0.1, 9.0), (0.2, 10.0)]
 
 
 def _reached(name, rows):
@@ -223,9 +236,12 @@ def test_a_red_gate_prints_no_number_and_fails(monkeypatch, tmp_path, capsys):
     true = sparse_api.backward
     monkeypatch.setattr(sparse_api, "backward", lambda *args, **kwargs: tuple(1.1 * g for g in true(*args, **kwargs)))
     output = tmp_path / "rows.json"
+    report.merge(output, [_row("tiny", backend="reference", keep_ratio=0.5), _row("dispatch-256"), _row("16k")])
     assert bench_attention.main(["--seconds", "0.01", "--output", str(output)]) == 1
     printed = capsys.readouterr()
-    assert not output.exists()
+    assert [row["case"] for row in report.load(output)] == ["16k"]
+    assert {row["case"] for row in report.read(output) if "exceeds the budget" in row.get("red", "")} == {
+        "dispatch-256", "tiny"}
     assert "| tiny |" not in printed.out
     assert "exceeds the budget" in printed.err
 
@@ -234,7 +250,7 @@ def test_a_backend_that_cannot_serve_fails_and_spares_the_rest(monkeypatch, tmp_
     _tiny(monkeypatch, backend="triton")
     output = tmp_path / "rows.json"
     assert bench_attention.main(["--seconds", "0.01", "--output", str(output)]) == 1
-    assert [row["case"] for row in json.loads(output.read_text())] == ["dispatch-256"]
+    assert [row["case"] for row in report.load(output)] == ["dispatch-256"]
 
 
 def test_nothing_is_held_against_a_red_dense_kernel(monkeypatch, tmp_path):
@@ -242,8 +258,10 @@ def test_nothing_is_held_against_a_red_dense_kernel(monkeypatch, tmp_path):
     true = DenseRun.backward
     monkeypatch.setattr(DenseRun, "backward", lambda self, *args: tuple(1.1 * g for g in true(self, *args)))
     output = tmp_path / "rows.json"
+    report.merge(output, [_row("tiny", backend="reference", keep_ratio=0.5), _row("dispatch-256")])
     assert bench_attention.main(["--seconds", "0.01", "--output", str(output)]) == 1
-    assert not output.exists()
+    assert report.load(output) == []
+    assert all("dense sdpa is red" in row["red"] for row in report.read(output))
 
 
 def test_what_would_pass_the_deadline_is_left_out_and_said(monkeypatch, tmp_path, capsys):
