@@ -181,12 +181,6 @@ class FrameReader:
         self._decoded = container.decode(video)
 
 
-def read_frames(path: Path, info: VideoInfo, frames: Sequence[int], height: int, width: int) -> Tensor:
-    """The frames of one clip; see ``FrameReader``."""
-    with FrameReader(path, info, height, width) as reader:
-        return reader.read(frames)
-
-
 def write_mp4(path: Path, video: Tensor, fps: float) -> None:
     """Writes an H.264 mp4 file; the file appears whole or not at all.
 

@@ -14,7 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 from megatron_dsv.cli.main import main  # noqa: E402
 from megatron_dsv.data.codecs import DiffusersCodec, build_codec, codec_from_description  # noqa: E402
 from megatron_dsv.data.latent_dataset import LatentDataset  # noqa: E402
-from megatron_dsv.data.video_io import probe, read_frames  # noqa: E402
+from megatron_dsv.data.video_io import FrameReader, probe  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ def test_a_data_set_is_prepared_with_it_and_decodes_again(wan_folder: Path, tmp_
                  "--codec", "diffusers", "--codec-folder", str(wan_folder), "--latent-dtype", "fp32"]) == 0
     data = LatentDataset(tmp_path / "set")
     codec = codec_from_description(data.codec_description)
-    latents = codec.encode(read_frames(path, probe(path), range(5), 16, 16))
+    with FrameReader(path, probe(path), 16, 16) as reader:
+        latents = codec.encode(reader.read(range(5)))
     assert torch.equal(data[0]["latents"], latents)
     assert codec.decode(latents).shape == (3, 5, 16, 16)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_dsv.data.codecs import HaarCodec, build_codec, codec_from_description
 from megatron_dsv.data.codecs.haar import band_level, band_rms, lowest_bands
-from megatron_dsv.data.video_io import probe, read_frames
+from megatron_dsv.data.video_io import FrameReader, probe
 
 ALL_BANDS = 768
 
@@ -99,7 +99,8 @@ def test_real_video_has_about_unit_variance_and_decodes_recognisably(real_clips:
     for name, height, width in (("bigbuckbunny.mp4", 240, 416), ("bikes.mp4", 240, 416), ("carphone_pristine.mp4",
                                                                                         144, 176)):
         info = probe(real_clips / name)
-        video = read_frames(real_clips / name, info, range(20, 37), height, width)
+        with FrameReader(real_clips / name, info, height, width) as reader:
+            video = reader.read(range(20, 37))
         latents = codec.encode(video)
         spread.append(latents[:, 1:].square().mean((1, 2, 3)))
         error = (codec.decode(latents) - video).square().mean().item()

@@ -24,7 +24,7 @@ from megatron_dsv.data import dataset_folder, video_preparation
 from megatron_dsv.data.codecs import HaarCodec
 from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.data.text import HashTextEncoder
-from megatron_dsv.data.video_io import probe, read_frames
+from megatron_dsv.data.video_io import FrameReader, probe
 
 SHAPE = ["--frames", "5", "--height", "32", "--width", "48"]
 
@@ -64,7 +64,8 @@ def test_samples_are_the_codec_on_the_right_frames(clip_folder: Path, tmp_path: 
     path = clip_folder / "bikes.mp4"
     # 12.5 frames a second of a 25 frames a second video: every second frame.
     frames = [2 * (facts["start_frame"] + step) for step in range(5)]
-    expected = HaarCodec().encode(read_frames(path, probe(path), frames, 32, 48))
+    with FrameReader(path, probe(path), 32, 48) as reader:
+        expected = HaarCodec().encode(reader.read(frames))
     item = data[record]
     assert torch.equal(item["latents"], expected)
     text = HashTextEncoder(dim=16).encode(["two people ride bikes"])[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import av
@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from megatron_dsv.data import video_io
-from megatron_dsv.data.video_io import UnreadableVideoError, probe, read_frames, resampled_frames, write_mp4
+from megatron_dsv.data.video_io import FrameReader, UnreadableVideoError, probe, resampled_frames, write_mp4
+
+
+def clip(path: Path, info: video_io.VideoInfo, frames: Sequence[int], height: int, width: int) -> torch.Tensor:
+    """The frames as a reader of their own gives them."""
+    with FrameReader(path, info, height, width) as reader:
+        return reader.read(frames)
 
 
 def decoded(path: Path) -> np.ndarray:
@@ -35,7 +41,7 @@ def test_chosen_frames_of_a_real_clip_are_those_of_sequential_decoding(real_clip
     path = real_clips / "bikes.mp4"
     info = probe(path)
     assert (info.height, info.width, len(info.pts)) == (272, 640, 250)
-    got = ((read_frames(path, info, frames, 272, 640) + 1) * 127.5).permute(1, 2, 3, 0).numpy()
+    got = ((clip(path, info, frames, 272, 640) + 1) * 127.5).permute(1, 2, 3, 0).numpy()
     assert np.abs(got - decoded(path)[frames].astype(np.float32)).mean() < 1.0
 
 
@@ -43,9 +49,9 @@ def test_one_reader_gives_any_sequence_of_clips(real_clips: Path) -> None:
     """Next clip, overlap, gap, backwards and the same again: each as if it were the only one."""
     path = real_clips / "carphone_pristine.mp4"
     info = probe(path)
-    with video_io.FrameReader(path, info, 144, 193) as reader:
+    with FrameReader(path, info, 144, 193) as reader:
         for frames in ([0, 1, 2], [3, 4, 5], [4, 5, 6], [40, 41], [10, 10, 12], [10, 12], [118, 119]):
-            assert torch.equal(reader.read(frames), read_frames(path, info, frames, 144, 193))
+            assert torch.equal(reader.read(frames), clip(path, info, frames, 144, 193))
     assert info.keyframes[0] == info.pts[0]
 
 
@@ -53,11 +59,11 @@ def test_written_video_reads_back_in_order_and_colour(tmp_path: Path, make_video
     path = make_video(tmp_path / "v.mp4", 12, fps=24)
     info = probe(path)
     assert info.times == pytest.approx([frame / 24 for frame in range(12)], abs=1e-4)
-    levels = read_frames(path, info, range(12), 16, 16)[:, :, 8:].mean((0, 2, 3))
+    levels = clip(path, info, range(12), 16, 16)[:, :, 8:].mean((0, 2, 3))
     assert torch.allclose(levels, (torch.arange(12) * 7 % 29 / 14.5 - 1) * 0.9, atol=0.03)
     colours = quadrants()
     write_mp4(tmp_path / "c.mp4", colours.expand(-1, 5, -1, -1), 10)
-    back = read_frames(tmp_path / "c.mp4", probe(tmp_path / "c.mp4"), [4], 32, 48)
+    back = clip(tmp_path / "c.mp4", probe(tmp_path / "c.mp4"), [4], 32, 48)
     assert (back - colours).abs().mean() < 0.06
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.mp4", "v.mp4"]
 
@@ -67,9 +73,9 @@ def test_scaled_to_cover_and_cropped_at_the_centre(tmp_path: Path) -> None:
     video[:, :, :, 32:64] = 0.9
     write_mp4(tmp_path / "wide.mp4", video, 10)
     info = probe(tmp_path / "wide.mp4")
-    square = read_frames(tmp_path / "wide.mp4", info, [1], 16, 16)
+    square = clip(tmp_path / "wide.mp4", info, [1], 16, 16)
     assert square.mean() > 0.8
-    tall = read_frames(tmp_path / "wide.mp4", info, [1], 64, 64)
+    tall = clip(tmp_path / "wide.mp4", info, [1], 64, 64)
     assert tall[..., 4:-4].mean() > 0.8
 
 
@@ -88,7 +94,7 @@ def test_rotated_phone_video_is_turned_upright(tmp_path: Path, turn: int) -> Non
     path.write_bytes(content)
     info = probe(path)
     assert (info.height, info.width) == (32, 48)
-    assert (read_frames(path, info, [0], 32, 48) - upright).abs().mean() < 0.06
+    assert (clip(path, info, [0], 32, 48) - upright).abs().mean() < 0.06
 
 
 def test_square_pixels(real_clips: Path) -> None:
@@ -104,7 +110,7 @@ def test_a_still_image_is_a_video_of_one_frame(tmp_path: Path, name: str) -> Non
     path = (tmp_path / f"plain{Path(name).suffix}").rename(tmp_path / name)
     info = probe(path)
     assert (info.height, info.width, info.times) == (32, 48, (0.0,))
-    got = read_frames(path, info, [0], 32, 48)
+    got = clip(path, info, [0], 32, 48)
     assert got.shape == (3, 1, 32, 48)
     assert (got - quadrants()).abs().mean() < (0.06 if name.endswith("jpg") else 0.005)
 
@@ -143,7 +149,7 @@ def test_a_file_cut_in_its_data_names_the_missing_frame(tmp_path: Path, make_vid
     info = probe(path)
     longer = video_io.VideoInfo(info.width, info.height, (*info.pts, info.pts[-1] + 9999), (*info.times, 5.0))
     with pytest.raises(UnreadableVideoError, match=r"frame 10 \(at 5\.00 s\) cannot be decoded"):
-        read_frames(path, longer, [9, 10], 16, 16)
+        clip(path, longer, [9, 10], 16, 16)
 
 
 def test_misuse_of_the_writer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
