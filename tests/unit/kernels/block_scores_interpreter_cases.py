@@ -108,3 +108,8 @@ def test_limits_name_the_way_out():
         block_scores(leaf, k, kv_block_size=4, backend="triton")
     with torch.no_grad():
         assert not block_scores(leaf, k, kv_block_size=4, backend="triton").requires_grad
+    wide = torch.zeros(1, 65536, 1, 16)
+    for refused in (lambda: block_scores(wide, wide, kv_block_size=4, backend="triton"),
+                    lambda: pool_queries(wide, q_block_size=1, backend="triton")):
+        with pytest.raises(NotImplementedError, match="batch x heads up to 65535, got a grid of"):
+            refused()

@@ -48,6 +48,17 @@ def _launches(head_dim: int, q_block: int, kv_block: int, *, hopper: bool = Fals
     yield launch.plan_dkv(x, x, x, x, stats, x, x, selection, 0.1, hopper=hopper)
 
 
+def test_tokens_too_far_apart_are_refused():
+    from megatron_dsv.kernels.sparse_attention.triton import launch
+
+    sizes = {"tokens": 4096, "heads": 1, "q_block": 64, "kv_block": 64}
+    near, far = (torch.empty_strided((4096, 1, 1, 64), (stride, 64, 64, 1), dtype=torch.bfloat16, device="meta")
+                 for stride in (64, 2**24))
+    for tensors in ((far, near, near, near), (near, near, far, near)):
+        with pytest.raises(NotImplementedError, match="got a stride of 16777216; copy the tensor"):
+            launch.plan_forward(*tensors, torch.empty(1, 1, 4096, device="meta"), _selection(64, None, **sizes), 0.1)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
 @pytest.mark.parametrize(("head_dim", "q_block", "kv_block"), CONFIGURATIONS)
 def test_kernels_compile_for_hopper_within_shared_memory(head_dim, q_block, kv_block):

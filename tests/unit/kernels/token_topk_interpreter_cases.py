@@ -93,3 +93,7 @@ def test_limits_name_the_way_out():
     for dtype, message in ((torch.float32, "ranks up to 256, got 300"), (torch.float64, "got torch.float64")):
         with pytest.raises(NotImplementedError, match=f"{message}; use backend='reference'"):
             token_topk(q.to(dtype), k.to(dtype), head_budgets=[1], num_queries=4, q_block_size=4, backend="triton")
+    wide = torch.zeros(1, 65536, 1, 16)
+    with pytest.raises(NotImplementedError, match="batch x heads up to 65535, got a grid of"):
+        token_topk(wide, torch.zeros(8, 65536, 1, 16), head_budgets=[1], num_queries=4, q_block_size=4,
+                   backend="triton")

@@ -6,7 +6,6 @@ Dims: n query groups of g tokens, s keys, b batch, h query heads, G key/value he
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from megatron_dsv.kernels.attention_profile.triton.kernels import (
     _attention_profile_mass_kernel,
     _attention_profile_smallest_set_kernel,
 )
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
+from megatron_dsv.kernels.launching import Launch, Tile, launch_device, padded_dim, power_of_two
 
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,7 +36,7 @@ def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q
     blocks = -(-k.shape[0] // kv_block_size)
     partial = torch.empty((b, h, rows, num_spans(k.shape[0])), dtype=torch.float32, device=q.device)
     out = torch.empty((b, h, rows // q_block_size, blocks), dtype=torch.float32, device=q.device)
-    with _on_device(q):
+    with launch_device(q):
         plan_lse(q, k, kv_length, partial, softmax_scale).run()
         plan_mass(q, k, valid_rows, kv_length, torch.logsumexp(partial, -1), out, q_block_size=q_block_size,
                   kv_block_size=kv_block_size, softmax_scale=softmax_scale).run()
@@ -55,7 +53,7 @@ def smallest_set(mass: Tensor, target: float) -> Tensor:
                                   "backend='reference'")
     mass = mass.contiguous()
     out = torch.empty(mass.shape[:-1], dtype=torch.float32, device=mass.device)
-    with _on_device(mass):
+    with launch_device(mass):
         plan_smallest_set(mass, out, target).run()
     return out
 
@@ -79,7 +77,7 @@ def plan_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, lse: 
     """The pass for the blocks' mass; reads lse [b, h, rows], writes out [b, h, n, Nk], all contiguous."""
     tile = _pick_tile(q)
     groups, blocks = out.shape[2], out.shape[3]
-    group_padded, kv_padded = _power_of_two(q_block_size), _power_of_two(kv_block_size)
+    group_padded, kv_padded = power_of_two(q_block_size), power_of_two(kv_block_size)
     per_tile = -(-tile.block_n // kv_padded)
     span = max(1, _SPAN_TOKENS // (per_tile * kv_block_size)) * per_tile
     spans = -(-blocks // span)
@@ -95,7 +93,7 @@ def plan_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, lse: 
 def plan_smallest_set(mass: Tensor, out: Tensor, target: float) -> Launch:
     """One program a row of mass [..., width]; writes out [...]."""
     width = mass.shape[-1]
-    block = max(16, min(_ROW_ELEMENTS, _power_of_two(max(1, width))))
+    block = max(16, min(_ROW_ELEMENTS, power_of_two(width)))
     return Launch(_attention_profile_smallest_set_kernel, (out.numel(), 1),
                   {"x_ptr": mass, "out_ptr": out, "target": float(target), "width": width}, {"BLOCK": block},
                   Tile(1, block, 8 if block == _ROW_ELEMENTS else 4, 2))
@@ -117,11 +115,7 @@ def _common(q: Tensor, k: Tensor, kv_length: Tensor, softmax_scale: float) -> di
 
 def _constants(q: Tensor, tile: Tile) -> dict[str, int]:
     return {"HEAD_DIM": q.shape[-1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-            "BLOCK_D": max(16, _power_of_two(q.shape[-1]))}
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+            "BLOCK_D": padded_dim(q.shape[-1])}
 
 
 def _check_limits(q: Tensor, k: Tensor) -> None:
@@ -138,8 +132,3 @@ def _check_limits(q: Tensor, k: Tensor) -> None:
     if q.shape[-1] > MAX_DIM:
         raise NotImplementedError(f"backend='triton' of block_mass takes head dims up to {MAX_DIM}, got "
                                   f"{q.shape[-1]}; {way_out}")
-
-
-def _on_device(x: Tensor):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ from megatron_dsv.kernels.block_scores.triton.kernels import (
     _key_bound_kernel,
     _pool_queries_kernel,
 )
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
+from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim, power_of_two
 
 MAX_RANK = 256
 _SPAN_TOKENS = 4096
@@ -101,6 +99,7 @@ class Scorer:
     def __init__(self, q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
                  reduction: str, softmax_scale: float) -> None:
         _check_limits("block_scores", q_pooled, k_lr)
+        check_reach(kv_block_size, q_pooled, k_lr)
         self.q_pooled, self.k_lr = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_pooled, k_lr))
         self.kv_length = kv_length.contiguous()
         self.kv_block_size, self.proxies, self.reduction = kv_block_size, proxies, reduction
@@ -109,7 +108,7 @@ class Scorer:
         self.bound = torch.empty((*k_lr.shape[1:3], -(-k_lr.shape[0] // _BOUND_TOKENS)), dtype=torch.float32,
                                  device=k_lr.device)
         if reduction != "max":
-            with on_device(k_lr):
+            with launch_device(k_lr):
                 plan_bound(self.k_lr, self.kv_length, self.bound).run()
 
     def scores(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
@@ -119,7 +118,7 @@ class Scorer:
                               device=self.q_pooled.device)
         partial, total = (torch.empty(shape, dtype=torch.float32, device=out.device)
                           for shape in self.scratch_shapes(chunk))
-        with on_device(out):
+        with launch_device(out):
             self.plan_partial(chunk, partial, total).run()
             self.plan_combine(chunk, partial, total, out).run()
         return out
@@ -137,8 +136,8 @@ class Scorer:
         constants: dict[str, Any] = {
             "TAKE_MAX": self.reduction == "max", "MIXED": not triton.knobs.runtime.interpret,
             "KV_BLOCK": self.kv_block_size, "PER_STEP": per_step, "SPAN": self._span(per_step),
-            "BOUND_SPANS": _power_of_two(self.bound.shape[-1]), "RANK": rank, "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n, "BLOCK_D": max(16, _power_of_two(rank))}
+            "BOUND_SPANS": power_of_two(self.bound.shape[-1]), "RANK": rank, "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n, "BLOCK_D": padded_dim(rank)}
         grid = (-(-partial.shape[2] // tile.block_m) * total.shape[1] * chunk.pairs, 1)
         return Launch(_block_partial_kernel, grid, self._arguments(chunk, partial, total), constants, tile)
 
@@ -153,16 +152,16 @@ class Scorer:
 
     def plan_combine(self, chunk: Chunk, partial: Tensor, total: Tensor, out: Tensor) -> Launch:
         """The pass over blocks; writes out [pairs, groups, Nk] contiguous."""
-        padded = _power_of_two(self.proxies)
+        padded = power_of_two(self.proxies)
         groups = max(1, 32 // padded)
-        block = min(_power_of_two(self.num_blocks), max(16, 4096 // (groups * padded)))
+        block = min(power_of_two(self.num_blocks), max(16, 4096 // (groups * padded)))
         block_tiles = -(-self.num_blocks // block)
         arguments = {"partial_ptr": partial, "total_ptr": total, "out_ptr": out, "num_groups": chunk.groups,
                      "num_rows": partial.shape[2], "num_blocks": self.num_blocks, "num_steps": partial.shape[1],
                      "spans": total.shape[1], "block_tiles": block_tiles}
         constants: dict[str, Any] = {
             "REDUCTION": self.reduction, "PROXIES": self.proxies, "PROXIES_PADDED": padded,
-            "PER_STEP": partial.shape[3], "SPANS": _power_of_two(total.shape[1]), "GROUPS": groups, "BLOCK_K": block}
+            "PER_STEP": partial.shape[3], "SPANS": power_of_two(total.shape[1]), "GROUPS": groups, "BLOCK_K": block}
         grid = (block_tiles * -(-chunk.groups // groups) * chunk.pairs, 1)
         return Launch(_block_combine_kernel, grid, arguments, constants, Tile(groups, block, 4, 1))
 
@@ -173,16 +172,17 @@ class Scorer:
     def _tile_and_step(self) -> tuple[Tile, int]:
         """The tile of the pass over keys, and how many blocks a step takes."""
         tile = _partial_tile(self.q_pooled)
-        return tile, max(1, tile.block_n // _power_of_two(self.kv_block_size))
+        return tile, max(1, tile.block_n // power_of_two(self.kv_block_size))
 
 
 def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxies: int) -> Tensor:
     """[Nq * P, b, h, r] means over the valid tokens of q_lr [s, b, h, r]; query_length [b]."""
     _check_limits("pool_queries", q_lr)
+    check_reach(q_block_size, q_lr)
     q_lr = q_lr if q_lr.stride(-1) == 1 else q_lr.contiguous()
     s, b, h, r = q_lr.shape
     out = torch.empty((-(-s // q_block_size) * proxies, b, h, r), dtype=q_lr.dtype, device=q_lr.device)
-    with on_device(q_lr):
+    with launch_device(q_lr):
         plan_pool(q_lr, query_length.contiguous(), out, q_block_size // proxies).run()
     return out
 
@@ -190,8 +190,8 @@ def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxi
 def plan_pool(q_lr: Tensor, query_length: Tensor, out: Tensor, tokens: int) -> Launch:
     """Means of ``tokens`` tokens each; writes out [rows, b, h, r] contiguous."""
     s, b, h, r = q_lr.shape
-    columns = min(512, _power_of_two(h * r))
-    lanes = max(1, min(_power_of_two(tokens), 8192 // columns))
+    columns = min(512, power_of_two(h * r))
+    lanes = max(1, min(power_of_two(tokens), 8192 // columns))
     arguments = {"q_ptr": q_lr, "out_ptr": out, "query_length_ptr": query_length,
                  **{f"stride_q{axis}": q_lr.stride(i) for i, axis in enumerate("sbh")}, "tokens": s,
                  "columns": h * r, "batch": b}
@@ -202,18 +202,13 @@ def plan_pool(q_lr: Tensor, query_length: Tensor, out: Tensor, tokens: int) -> L
 
 def plan_bound(k_lr: Tensor, kv_length: Tensor, bound: Tensor) -> Launch:
     """Largest squared norm of the keys; writes bound [b, G, spans] contiguous."""
-    block_d = max(16, _power_of_two(k_lr.shape[-1]))
+    block_d = padded_dim(k_lr.shape[-1])
     tile = Tile(1, max(16, 8192 // block_d), 4, 1)
     arguments = {"k_ptr": k_lr, "bound_ptr": bound, "kv_length_ptr": kv_length,
                  **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_keys": k_lr.shape[0],
                  "kv_heads": k_lr.shape[2], "spans": bound.shape[-1]}
     constants = {"SPAN": _BOUND_TOKENS, "RANK": k_lr.shape[-1], "BLOCK_N": tile.block_n, "BLOCK_D": block_d}
     return Launch(_key_bound_kernel, (bound.shape[-1], k_lr.shape[1] * k_lr.shape[2]), arguments, constants, tile)
-
-
-def on_device(tensor: Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _partial_tile(q_pooled: Tensor) -> Tile:
@@ -227,10 +222,6 @@ def _partial_tile(q_pooled: Tensor) -> Tile:
 def _even(total: int, part: int) -> int:
     """The smallest part that needs no more parts than ``part`` does."""
     return -(-total // max(1, -(-total // max(1, part))))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _strides(q_pooled: Tensor, k_lr: Tensor) -> dict[str, int]:

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from megatron_dsv.kernels import host_values
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, ScoreChunk
-from megatron_dsv.kernels.block_scores.triton.launch import on_device
 from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
 from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.kernels.block_selection.triton.rows import _select_rows_kernel
 from megatron_dsv.kernels.block_selection.triton.twin import _fill_twin_kernel, _mark_rows_kernel
+from megatron_dsv.kernels.launching import Launch, Tile, launch_device, power_of_two
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 
 _MASK_WORDS = 2**24
 """Words of the bit mask that exist at once: 64 MiB."""
@@ -39,7 +37,7 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, kv_length: Tensor
     row_count = torch.empty((b, h, nq), dtype=torch.int32, device=device)
     chunks = scores if isinstance(scores, ChunkedScores) else [ScoreChunk(0, 0, scores.contiguous().flatten(0, 1))]
     for chunk in chunks:
-        with on_device(row_start):
+        with launch_device(row_start):
             plan_rows(chunk, rule, table, kv_length, query_length, query_group_ids, kv_indices, row_start,
                       row_count).run()
     return kv_indices, row_start, row_count
@@ -50,7 +48,7 @@ def plan_rows(chunk: ScoreChunk, rule: RowRule, table: Tensor, kv_length: Tensor
     """The rows of one chunk; writes them into kv_indices, row_start and row_count [b, h, Nq]."""
     pairs, groups, blocks = chunk.scores.shape
     _, h, nq = row_start.shape
-    block = max(32, triton.next_power_of_2(blocks))
+    block = max(32, power_of_two(blocks))
     arguments = {
         "scores_ptr": chunk.scores, "limits_ptr": table, "kv_length_ptr": kv_length.contiguous(),
         "query_length_ptr": query_length.contiguous(),
@@ -86,7 +84,7 @@ def transpose(selection: KVSelection) -> KVSelection:
     cleared = torch.zeros(2 * b * h + 2 + b * h * nk + step * words * nq, dtype=torch.int32, device=device)
     total, flag, count, mask = cleared.split([2 * b * h, 2, b * h * nk, step * words * nq])
     counts = {"mask_ptr": mask, "count_ptr": count, "total_ptr": total.view(torch.int64), "excess_ptr": flag}
-    with on_device(twin_start):
+    with launch_device(twin_start):
         for first in range(0, b * h, step):
             if first:
                 mask.zero_()
@@ -108,7 +106,7 @@ def plan_mark(rows: KVSelection, counts: dict[str, Tensor], first_pair: int, pai
         "kv_length_ptr": rows.kv_length, **counts, "first_pair": first_pair, "num_groups": nq,
         "num_blocks": rows.num_kv_blocks, "words": -(-rows.num_kv_blocks // 32), "heads": h,
         "kv_heads": rows.kv_length.shape[1], "most": rows.max_row_count}
-    step = min(256, max(32, triton.next_power_of_2(rows.max_row_count)))
+    step = min(256, max(32, power_of_two(rows.max_row_count)))
     return Launch(_mark_rows_kernel, (pairs * nq, 1), arguments, {"KV_BLOCK": rows.kv_block_size, "STEP": step},
                   Tile(1, step, max(1, step // 64), 1))
 

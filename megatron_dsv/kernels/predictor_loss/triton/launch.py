@@ -5,20 +5,18 @@ Dims: R sampled rows, s keys, b batch, h query heads, G key/value heads, d head 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim
 from megatron_dsv.kernels.predictor_loss.triton.kernels import (
     _predictor_loss_bwd_dk_kernel,
     _predictor_loss_bwd_dq_kernel,
     _predictor_loss_fwd_kernel,
 )
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,7 +44,7 @@ def row_sums(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor
     sums = torch.empty((6, max(1, num_spans(k.shape[0])), b, h, rows), dtype=torch.float64, device=q.device)
     if k.shape[0] == 0:
         return sums.new_zeros((6, b, h, rows))
-    with _on_device(q):
+    with launch_device(q):
         plan_sums(q_lr, k_lr, q, k, kv_length, sums).run()
     return sums.sum(1)
 
@@ -59,7 +57,7 @@ def gradients(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tenso
     coefficients = coefficients.float().contiguous()
     dk = torch.empty(k_lr.shape, dtype=k_lr.dtype, device=k.device)
     dq = torch.empty((num_spans(k.shape[0]), *q_lr.shape), dtype=torch.float32, device=q.device)
-    with _on_device(q):
+    with launch_device(q):
         plan_dq(q_lr, k_lr, q, k, kv_length, coefficients, dq).run()
         plan_dk(q_lr, k_lr, q, k, kv_length, coefficients, dk).run()
     return dq.sum(0).to(q_lr.dtype), dk
@@ -115,12 +113,8 @@ def _arguments(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tens
 
 def _constants(q_lr: Tensor, q: Tensor, k: Tensor, tile: Tile) -> dict[str, int]:
     return {"RATIO": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[-1], "RANK": q_lr.shape[-1],
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": _padded(q.shape[-1]),
-            "BLOCK_R": _padded(q_lr.shape[-1])}
-
-
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": padded_dim(q.shape[-1]),
+            "BLOCK_R": padded_dim(q_lr.shape[-1])}
 
 
 def _unit_last_stride(*tensors: Tensor) -> list[Tensor]:
@@ -142,8 +136,4 @@ def _check_limits(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor) -> None:
     if max(q.shape[-1], q_lr.shape[-1]) > MAX_DIM:
         raise NotImplementedError(f"backend='triton' of predictor_loss takes head dims and ranks up to {MAX_DIM}, got "
                                   f"{q.shape[-1]} and {q_lr.shape[-1]}; {way_out}")
-
-
-def _on_device(x: Tensor):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    check_reach(1, q_lr, k_lr, q, k)

@@ -7,8 +7,6 @@ dim.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +14,16 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import _sparse_attention_bwd_dkv_kernel
 from megatron_dsv.kernels.sparse_attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
 from megatron_dsv.kernels.sparse_attention.triton.forward import _sparse_attention_fwd_kernel
 from megatron_dsv.kernels.sparse_attention.triton.lists import Lists, Rows
 from megatron_dsv.kernels.sparse_attention.triton.order import heavy_first
-from megatron_dsv.kernels.sparse_attention.triton.tiles import HOPPER_BLOCK, Tile, pick_hopper_tile, pick_tile
+from megatron_dsv.kernels.sparse_attention.triton.tiles import HOPPER_BLOCK, pick_hopper_tile, pick_tile
 
 _MAX_HEAD_DIM = 256
-_MAX_GRID_ROWS = 65535
 _KERNELS = {"forward": _sparse_attention_fwd_kernel, "dq": _sparse_attention_bwd_dq_kernel,
             "dkv": _sparse_attention_bwd_dkv_kernel}
 _HOPPER_HEAD_DIM = 64
@@ -34,33 +32,16 @@ _TMA_ALIGNMENT = 16
 """Bytes: addresses and strides that the tensor memory accelerator takes."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, complete; ``arguments`` are run-time values and ``constants`` compile-time ones, by name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    tile: Tile
-
-    def run(self) -> None:
-        if 0 in self.grid:
-            return
-        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.tile.num_warps,
-                               num_stages=self.tile.num_stages, maxnreg=self.tile.max_registers)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse fp32 [b, h, s] of q [s, b, h, d] over the selected keys of k, v [sk, b, G, d]."""
     _check_limits(q, k)
     if selection.kv_block_size == 1:
         from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
-        with _on_device(q):
+        with launch_device(q):
             return tokens.forward(q, k, v, selection, softmax_scale=softmax_scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[2], q.shape[0]), dtype=torch.float32, device=q.device)
-    with _on_device(q):
+    with launch_device(q):
         plan_forward(q, k, v, out, lse, selection, softmax_scale, hopper=_fits_hopper(selection, q, k, v)).run()
     return out, lse
 
@@ -75,7 +56,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     _check_limits(q, k)
     if selection.kv_block_size == 1:
         from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
-        with _on_device(q):
+        with launch_device(q):
             return tokens.backward(dout, q, k, v, out, lse, selection, softmax_scale=softmax_scale,
                                    deterministic=deterministic)
     lse = lse.contiguous()
@@ -84,7 +65,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     selection = selection.with_transposed()
     hopper = _fits_hopper(selection, q, k, v, dout)
-    with _on_device(q):
+    with launch_device(q):
         plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale, hopper=hopper).run()
         plan_dkv(dout, q, k, v, stats, dk, dv, selection, softmax_scale, hopper=hopper).run()
     return dq, dk, dv
@@ -155,16 +136,13 @@ def _check_limits(q: Tensor, k: Tensor) -> None:
     if q.shape[-1] > _MAX_HEAD_DIM:
         raise NotImplementedError(f"backend='triton' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[-1]}; "
                                   f"{way_out}")
-    if q.shape[1] * q.shape[2] > _MAX_GRID_ROWS:
-        raise NotImplementedError(f"backend='triton' takes batch x heads up to {_MAX_GRID_ROWS}, got "
-                                  f"{q.shape[1] * q.shape[2]}; split the batch or {way_out}")
 
 
 def _kernel_tile_constants(pass_name: str, q: Tensor, selection: KVSelection,
                            hopper: bool) -> tuple[Any, Tile, dict[str, Any]]:
     q_block, kv_block, head_dim = selection.q_block_size, selection.kv_block_size, q.shape[-1]
     constants = {"Q_BLOCK": q_block, "KV_BLOCK": kv_block, "HEAD_DIM": head_dim,
-                 "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length())}
+                 "BLOCK_D": padded_dim(head_dim)}
     tile = pick_hopper_tile(pass_name, q_block_size=q_block, kv_block_size=kv_block,
                             head_dim=head_dim) if hopper else None
     if tile is not None:
@@ -225,6 +203,7 @@ def _fits_tma(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Rows:
+    check_reach(1, x)
     return Rows(x, *x.stride()[:-1])
 
 
@@ -256,8 +235,3 @@ def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
 
 def _tiles(block: int, step: int) -> int:
     return -(-block // step)
-
-
-def _on_device(q: Tensor):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

@@ -6,21 +6,9 @@ of BLOCK_N; dkv owns BLOCK_N keys and walks query rows in steps of BLOCK_M.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-
-@dataclass(frozen=True)
-class Tile:
-    """BLOCK_M query rows x BLOCK_N keys, with triton's num_warps and num_stages; ``tail`` is the step where masks are
-    needed, which is rare in lists of whole blocks. ``max_registers`` a thread, where the compiler should use fewer."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tail: int = 32
-    max_registers: int | None = None
-
+from megatron_dsv.kernels.launching import Tile, padded_dim
 
 # (pass, widest padded head dim, own-axis tile) -> Tile, for 16-bit inputs; the own-axis tile is the largest that fits.
 _TILES = {
@@ -85,7 +73,7 @@ def pick_tile(pass_name: str, *, q_block_size: int, kv_block_size: int, head_dim
     own_block, walked_block = (q_block_size, kv_block_size)[::-1 if pass_name == "dkv" else 1]
     tile = _FP32_TILES[width] if itemsize == 4 else _TILES[key]
     block_m, block_n, warps = tile.block_m, tile.block_n, tile.num_warps
-    own = max(16, 1 << (own_block - 1).bit_length())
+    own = padded_dim(own_block)
     if pass_name == "dkv":
         block_n = min(block_n, own)
     else:

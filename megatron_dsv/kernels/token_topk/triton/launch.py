@@ -7,15 +7,13 @@ groups.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
+from megatron_dsv.kernels.launching import Launch, Tile, launch_device, padded_dim, power_of_two
 from megatron_dsv.kernels.token_topk.triton.lists import _token_topk_lists_kernel, _token_topk_settle_kernel
 from megatron_dsv.kernels.token_topk.triton.mark import _token_topk_lse_kernel, _token_topk_mark_kernel
 from megatron_dsv.kernels.token_topk.triton.search import _token_topk_bracket_kernel
@@ -61,7 +59,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
               **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_groups": groups,
               "heads": h, "kv_heads": k_lr.shape[2], "scale_log2": softmax_scale * math.log2(math.e),
               "lse_stride": lse.stride(0)}
-    sizes = {"RANK": rank, "BLOCK_R": max(16, 1 << (rank - 1).bit_length())}
+    sizes = {"RANK": rank, "BLOCK_R": padded_dim(rank)}
     rules = {"PROXIES": proxies, "REDUCTION": reduction, **sizes}
     forcing = {"KEEP_OWN": keep_own, "Q_BLOCK": q_block_size}
     spread = {"BLOCK_M": sweep.block_m, "BLOCK_N": sweep.block_n, "SPAN": _SPAN}
@@ -79,7 +77,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
                {**rules, **forcing, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SAMPLES": _SAMPLES,
                 "SPREAD": _SPREAD, "EXACT": exact}, tile).run()
 
-    with torch.cuda.device(device) if q_pooled.is_cuda else nullcontext():
+    with launch_device(q_pooled):
         if reduction == "mass":
             Launch(_token_topk_lse_kernel, (sweeps, b * h), common, {"PROXIES": proxies, **sizes, **spread},
                    sweep).run()
@@ -120,7 +118,7 @@ def _places(longest: int, keys: int) -> int:
     """Places for keys near a row's threshold: what a sampled bracket holds is known, give or take 9 deviations."""
     kept = min(longest, keys // 2)
     within = 9.0 * math.sqrt(_SPREAD * kept * max(0.0, 1.0 - kept / max(1, keys)))
-    return min(_MOST_PLACES, max(256, triton.next_power_of_2(int(1.15 * within) + 64)))
+    return min(_MOST_PLACES, max(256, power_of_two(int(1.15 * within) + 64)))
 
 
 def pick_tile(q_pooled: Tensor) -> Tile:

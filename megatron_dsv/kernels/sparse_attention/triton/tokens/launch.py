@@ -13,9 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_dsv.kernels.launching import Launch, Tile, padded_dim
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.kernels.sparse_attention.triton.launch import Launch
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
 from megatron_dsv.kernels.sparse_attention.triton.tokens.backward_dkv import _token_attention_bwd_dkv_kernel
 from megatron_dsv.kernels.sparse_attention.triton.tokens.backward_dq import _token_attention_bwd_dq_kernel
 from megatron_dsv.kernels.sparse_attention.triton.tokens.forward import _token_attention_fwd_kernel
@@ -143,7 +142,7 @@ def plan_sum(part: Tensor, total: Tensor, bounds: Tensor, selection: KVSelection
                  "kv_heads": heads_kv, "num_keys": sk, "first_kv_head": first_kv_head,
                  "num_tiles": bounds.shape[1] - 1}
     wide = part.element_size() == 4
-    constants = {"HEAD_DIM": d, "BLOCK_N": _SUM_TILE, "BLOCK_D": _padded(d), "ROWS": 4 if wide else 16, "LANES": 8}
+    constants = {"HEAD_DIM": d, "BLOCK_N": _SUM_TILE, "BLOCK_D": padded_dim(d), "ROWS": 4 if wide else 16, "LANES": 8}
     return Launch(_token_ordered_sum_kernel, (bounds.shape[1] - 1, kv_heads), arguments, constants,
                   Tile(1, _SUM_TILE, 4, 1))
 
@@ -159,7 +158,7 @@ def _fused(q: Tensor, selection: KVSelection) -> bool:
 
 def _constants(q: Tensor, selection: KVSelection, tile: Tile) -> dict[str, int]:
     return {"Q_BLOCK": selection.q_block_size, "HEAD_DIM": q.shape[-1], "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n, "BLOCK_D": _padded(q.shape[-1])}
+            "BLOCK_N": tile.block_n, "BLOCK_D": padded_dim(q.shape[-1])}
 
 
 def _query_grid(q: Tensor, selection: KVSelection, tile: Tile) -> tuple[int, int]:
@@ -182,7 +181,3 @@ def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
 
 def _strides(axes: str, **tensors: Tensor) -> dict[str, int]:
     return {f"stride_{name}{axis}": x.stride(i) for name, x in tensors.items() for i, axis in enumerate(axes)}
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())

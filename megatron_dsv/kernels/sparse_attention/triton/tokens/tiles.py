@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_dsv.kernels.sparse_attention.triton.tiles import Tile
+from megatron_dsv.kernels.launching import Tile, padded_dim
 
 # (pass, widest padded head dim) -> Tile, for 16-bit inputs
 _TILES = {
@@ -24,7 +24,7 @@ def pick_tile(pass_name: str, *, q_block_size: int, head_dim: int, itemsize: int
     """The tile of one pass (``forward``, ``dq`` or ``dkv``): BLOCK_M queries of one group, BLOCK_N keys a step."""
     width = 128 if head_dim <= 128 else 256
     tile = _FP32_TILES[width] if itemsize == 4 else _TILES[pass_name, width]
-    block_m = min(tile.block_m, max(16, 1 << (q_block_size - 1).bit_length()))
+    block_m = min(tile.block_m, padded_dim(q_block_size))
     # Where a group takes several tiles, their queries are staged in shared memory as well.
     stages = min(tile.num_stages, 2) if pass_name == "dkv" and q_block_size > block_m else tile.num_stages
     return replace(tile, block_m=block_m, num_stages=stages, num_warps=tile.num_warps if block_m >= 64 else 4)
