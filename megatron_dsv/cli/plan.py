@@ -16,7 +16,7 @@ from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel import sparsity_traces
 from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout
-from megatron_dsv.context_parallel.kernel_rates import MeasuredKernels
+from megatron_dsv.context_parallel.kernel_rates import measured_kernels
 from megatron_dsv.context_parallel.model_shape import ModelShape
 from megatron_dsv.context_parallel.plan_report import as_data, by_block, ranking, summary
 from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator, dense_twin
@@ -104,7 +104,7 @@ def build(args: argparse.Namespace, model: ModelShape, cluster: clusters.Cluster
         measured.check(q_block=args.q_block_size, kv_block=args.kv_block_size, head_dim=model.head_dim)
         return Simulator(measured.applied_to(cluster), measured.kernels, job, statistics_of(args, model),
                          handling=measured.handling)
-    kernels = MeasuredKernels(cluster.gpu, args.q_block_size, args.kv_block_size, cluster.kernel_speed)
+    kernels = measured_kernels(cluster, args.q_block_size, args.kv_block_size)
     return Simulator(cluster, kernels, job, statistics_of(args, model))
 
 

@@ -94,6 +94,8 @@ def load(reference: str) -> Cluster:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cluster {reference}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"cluster {reference}: cannot be read: it is not text in UTF-8") from None
     except yaml.YAMLError as error:
         raise ValueError(f"cluster {reference}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -114,6 +116,8 @@ def _packaged(reference: str) -> Path:
 
 _ANY_NUMBER_FROM_ZERO = ("latency_us", "peer_us")
 _SHARES = ("gemm_efficiency", "overlap")
+_LEAST, _MOST = 1e-6, 1e9
+"""Of every number but 0: costs stay finite, and hardware lies far inside."""
 
 
 def _build(kind: type, content: dict[str, Any], where: str) -> Any:
@@ -149,4 +153,6 @@ def _number(kind: Any, name: str, value: Any, key: str) -> float:
         allowed = "in [0, 1]" if name == "overlap" else "in (0, 1]" if name in _SHARES else \
             "at least 0" if name in _ANY_NUMBER_FROM_ZERO else "above 0"
         raise ValueError(f"{key} must be {allowed}, got {value!r}")
+    if value and not _LEAST <= value <= _MOST:
+        raise ValueError(f"{key} must be between {_LEAST:g} and {_MOST:g}, got {value!r}; its unit stands in the key")
     return value if whole else float(value)

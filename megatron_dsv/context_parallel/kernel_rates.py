@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megatron_dsv.context_parallel.cluster import Cluster
 from megatron_dsv.kernels import timings
 
 MS = 1e6
@@ -44,6 +45,9 @@ class MeasuredKernels:
         q_block, kv_block: granularity of the selection, in tokens.
         speed: of the GPU at hand in terms of that device.
         least_density: below it, time no longer falls; launches and lists are what is left.
+
+    Raises:
+        ValueError: the device was not measured.
     """
 
     device: str
@@ -51,6 +55,12 @@ class MeasuredKernels:
     kv_block: int
     speed: float = 1.0
     least_density: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.device not in timings.SPARSE:
+            raise ValueError(f"gpu must be a device whose kernels were measured, {', '.join(sorted(timings.SPARSE))}, "
+                             f"got {self.device!r}; name one, with its kernel-speed, or calibrate with `dsv bench "
+                             "--calibrate`")
 
     def dense(self, q: int, k: int, h: float, d: int) -> tuple[float, float]:
         """See ``KernelRates``."""
@@ -74,6 +84,14 @@ class MeasuredKernels:
 
     def _ns(self, milliseconds: float, share: float) -> float:
         return milliseconds * share * MS / self.speed
+
+
+def measured_kernels(cluster: Cluster, q_block: int, kv_block: int) -> MeasuredKernels:
+    """Kernels of the device that a cluster names; raises ValueError, with the cluster's name, if it was not measured."""
+    try:
+        return MeasuredKernels(cluster.gpu, q_block, kv_block, cluster.kernel_speed)
+    except ValueError as error:
+        raise ValueError(f"cluster {cluster.name}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel.calibration import Calibration, digest
 from megatron_dsv.context_parallel.cost_model import AttentionShape, CostModel
-from megatron_dsv.context_parallel.kernel_rates import MeasuredKernels
+from megatron_dsv.context_parallel.kernel_rates import measured_kernels
 from megatron_dsv.context_parallel.plan import Topology
 from megatron_dsv.context_parallel.planner import Hysteresis, Problem
 from megatron_dsv.context_parallel.replanner import Bucket, Replanner
@@ -49,9 +49,9 @@ def costs_of(dsv: DSVConfig, *, device: str | None, head_dim: int) -> Costs:
     flag = "" if dsv.dsv_cp_cluster is None else "--dsv-cp-cluster: "
     try:
         cluster = clusters.load(dsv.dsv_cp_cluster or DEFAULT_CLUSTER)
+        kernels = measured_kernels(cluster, dsv.dsv_q_block_size, dsv.dsv_kv_block_size)
     except ValueError as error:
         raise ValueError(f"{flag}{error}") from None
-    kernels = MeasuredKernels(cluster.gpu, dsv.dsv_q_block_size, dsv.dsv_kv_block_size, cluster.kernel_speed)
     foreign = not flag and device != cluster.gpu
     source = f"the constants of {cluster.name}" + (
         f", which this {device or 'CPU'} is not; give --dsv-cp-cluster or --dsv-cp-calibration" if foreign else "")

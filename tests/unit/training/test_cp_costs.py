@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron_dsv import presets
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel.calibration import Calibration
@@ -40,7 +41,11 @@ def test_a_run_says_whose_constants_it_plans_with(tmp_path):
 def test_what_cannot_be_read_names_the_flag(tmp_path):
     file = tmp_path / "calibration.json"
     calibration().save(file)
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text(presets.path("cluster/h200").read_text().replace("NVIDIA H200", "B9"))
     for flags, message in (
+            ({"dsv_cp_cluster": str(unknown)}, "--dsv-cp-cluster: cluster unknown: gpu must be a device whose kernels "
+             "were measured, NVIDIA H200, got 'B9'; name one, with its kernel-speed, or calibrate"),
             ({"dsv_cp_cluster": "b200"}, "--dsv-cp-cluster: no cluster 'b200'; clusters: "),
             ({"dsv_cp_calibration": "none.json"}, "--dsv-cp-calibration: calibration none.json: cannot be read"),
             ({"dsv_cp_calibration": str(file), "dsv_q_block_size": 32}, "--dsv-cp-calibration: the calibration was "
