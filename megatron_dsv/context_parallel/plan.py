@@ -230,6 +230,11 @@ class CPPlan:
         """Distinct splits in use, sorted; the communicators that must exist before the plan is committed."""
         return tuple(sorted({block.split for row in self.blocks for block in row}))
 
+    @property
+    def kv_blocks(self) -> frozenset[int]:
+        """Keys per selected block, of all blocks that attend sparsely."""
+        return frozenset(block.kv_block for row in self.blocks for block in row if block.sparse)
+
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, whole numbers, booleans and strings only."""
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self), "topo": self.topo._asdict()}, sort_keys=True,

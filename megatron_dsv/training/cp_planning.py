@@ -152,8 +152,9 @@ class CPPlanning:
         except ValueError as error:
             return None, str(error)
         self.replanner.last_version = found.plan.version
-        if all(layer < self.layers and all(len(row) == self.kv_heads for row in rows.values())
-               for layer, rows in found.coverage.items()):
+        others = found.plan.kv_blocks - {self.dsv.dsv_kv_block_size}
+        if not others and all(layer < self.layers and all(len(row) == self.kv_heads for row in rows.values())
+                              for layer, rows in found.coverage.items()):
             self.record.coverage = found.coverage
         if found.calibration == self.replanner.calibration_digest:
             self.record.corrections = self.replanner.corrections = found.corrections
@@ -162,6 +163,9 @@ class CPPlanning:
         if found.plan.topo != self.runtime.store.plan.topo:
             return None, (f"it was made for {found.plan.topo.words}, the job runs "
                           f"{self.runtime.store.plan.topo.words}")
+        if others:
+            return None, (f"it was made for key blocks of {', '.join(map(str, sorted(others)))}, the job selects blocks "
+                          f"of {self.dsv.dsv_kv_block_size}")
         if found.plan.buckets != self.replanner.buckets:
             return None, "it was made for other sequence lengths than those of the data set"
         return found, ""

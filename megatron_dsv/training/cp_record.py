@@ -73,6 +73,8 @@ class PlanningRecord:
             for row in [*record.waited, *record.changed]:
                 if not all(type(number) is int for number in row):
                     raise ValueError("its counts are no whole numbers")
+                if len(row) not in (0, len(record.plan.blocks[0])):
+                    raise ValueError(f"its counts are of {len(row)} blocks, its plan of {len(record.plan.blocks[0])}")
             if type(record.replanned_at) is not int:
                 raise ValueError("its step is no whole number")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -86,3 +88,10 @@ class PlanningRecord:
 def stored_text(saved: Any) -> str | None:
     """The record among a checkpoint's arguments; None if there is none."""
     return getattr(saved, _ARGUMENT, None)
+
+
+def carry(saved: Any, args: argparse.Namespace) -> None:
+    """Keeps a checkpoint's record in a run that does not plan, for a later one that does."""
+    text = stored_text(saved)
+    if text is not None:
+        setattr(args, _ARGUMENT, text)

@@ -66,7 +66,7 @@ def _train(args: Any) -> None:
     from megatron_dsv.training import arguments, ema, finite_steps, logging, run_config
     from megatron_dsv.training.builders import build_model, process_groups
     from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard
-    from megatron_dsv.training.cp_record import stored_text
+    from megatron_dsv.training.cp_record import carry, stored_text
     from megatron_dsv.training.cp_runtime import build_cp_runtime
     from megatron_dsv.training.datasets import DatasetProvider
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
@@ -117,6 +117,8 @@ def _train(args: Any) -> None:
             run.controller.begin_run()
         if run.planning is not None:
             run.planning.begin_run(stored_text(resumed), args.iteration)
+        else:
+            carry(resumed, args)
         run.plan_next_step(args.iteration)
         return train(*positional, **named)
 

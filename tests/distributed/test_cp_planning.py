@@ -217,9 +217,9 @@ def saved(whole: Whole) -> tuple[str, CPPlan]:
     return stored_text(job.args), job.plan
 
 
-def resumed(stored: str, cp: int, whole: Whole) -> tuple:
+def resumed(stored: str, cp: int, whole: Whole, kv_block: int = 2) -> tuple:
     job = Job(cp=cp, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4,
-              dsv_kv_block_size=2, dsv_predictor_proxies=2)
+              dsv_kv_block_size=kv_block, dsv_predictor_proxies=2)
     job.turn(True, True)
     solved = []
     solve = job.planning.replanner.solve
@@ -244,6 +244,11 @@ def test_a_resumed_run_has_the_plan_it_had_and_another_topology_keeps_what_was_l
     line = (tmp_path / "two" / "rank0.txt").read_text().splitlines()[0]
     assert line == (" the checkpoint's plan is not taken up at step 4: it was made for cp 4, tp 1, pp 1, 8 GPUs a "
                     "node, the job runs cp 2, tp 1, pp 1, 8 GPUs a node; it is solved anew")
+    for other, _, fresh, _ in run_ranks(resumed, 4, stored, 4, whole, 4, output=tmp_path / "blocks"):
+        assert (other.kv_blocks, other.version, fresh) == ({4}, 3, {}), "needs of other blocks say nothing of these"
+    line = (tmp_path / "blocks" / "rank0.txt").read_text().splitlines()[0]
+    assert line == (" the checkpoint's plan is not taken up at step 4: it was made for key blocks of 2, the job selects "
+                    "blocks of 4; it is solved anew")
 
 
 def test_a_damaged_record_costs_a_line_and_a_new_plan(tmp_path):

@@ -9,7 +9,7 @@ from megatron_dsv.context_parallel.corrections import Corrections
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.plan import CPPlan, Topology, even_block
 from megatron_dsv.context_parallel.planner import Hysteresis
-from megatron_dsv.training.cp_record import PlanningRecord, stored_text
+from megatron_dsv.training.cp_record import PlanningRecord, carry, stored_text
 
 
 def record() -> PlanningRecord:
@@ -35,6 +35,16 @@ def test_it_comes_back_as_it_was():
     assert again.states(fresh, 3) == (fresh,) * 3, "other buckets begin anew"
 
 
+def test_a_run_that_does_not_plan_hands_it_on():
+    saved, args = argparse.Namespace(), argparse.Namespace()
+    carry(None, args)
+    carry(saved, args)
+    assert stored_text(args) is None
+    record().keep(saved)
+    carry(saved, args)
+    assert PlanningRecord.read(stored_text(args)) == record()
+
+
 @pytest.mark.parametrize(("damage", "reason"), [
     (lambda text: text[:100], "Unterminated string"),
     (lambda text: "[1]", "cannot be read"),
@@ -44,6 +54,7 @@ def test_it_comes_back_as_it_was():
     (lambda text: text.replace('\\"layer\\":1', '\\"layer\\":7'), "every bucket must hold blocks 0..1 in order"),
     (lambda text: text.replace("0.25", "25.0"), "its coverage lies outside [0, 1]"),
     (lambda text: text.replace("[2, 0]", "[2, 0.5]"), "its counts are no whole numbers"),
+    (lambda text: text.replace("[2, 0]", "[2]"), "its counts are of 1 blocks, its plan of 2"),
     (lambda text: text.replace("[2.0, 1]", "[-2.0, 1]"), "factors of corrections must be above 0"),
 ])
 def test_what_is_none_is_refused_in_one_line(damage, reason):
