@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,13 @@ def opposite(option: str) -> str:
     return "--" + option[5:] if option.startswith("--no-") else "--no-" + option[2:]
 
 
-def expand(argv: Sequence[str], parser: argparse.ArgumentParser) -> Expansion:
+def expand(argv: Sequence[str], parser: argparse.ArgumentParser, without: Collection[str] = ()) -> Expansion:
     """Replace every ``--config`` of ``argv`` with the flags that its files hold.
 
     Args:
         argv: the command line without the program's name.
         parser: the complete parser; it knows which flags there are and which take values.
+        without: arguments that files do not set, by their names in the parsed result.
 
     Raises:
         ValueError: one line that names the file and the key: unknown key, wrong kind of value, cycle, no such file.
@@ -92,7 +93,7 @@ def expand(argv: Sequence[str], parser: argparse.ArgumentParser) -> Expansion:
     options = parser._option_string_actions
     overridden = {options[token.split("=", 1)[0]].dest for token in rest if token.split("=", 1)[0] in options}
     for dest, (tokens, file) in settings.items():
-        if dest in overridden:
+        if dest in overridden or dest in without:
             continue
         expansion.argv += tokens
         expansion.origins[tokens[0].split("=", 1)[0]] = file

@@ -87,7 +87,7 @@ class MeasuredKernels:
 
 
 def measured_kernels(cluster: Cluster, q_block: int, kv_block: int) -> MeasuredKernels:
-    """Kernels of the device that a cluster names; raises ValueError, with the cluster's name, if it was not measured."""
+    """Kernels of the device that a cluster names; raises ValueError that names the cluster if it was not measured."""
     try:
         return MeasuredKernels(cluster.gpu, q_block, kv_block, cluster.kernel_speed)
     except ValueError as error:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
@@ -71,13 +71,15 @@ def parse_or_raise(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def dry_parse(argv: Sequence[str], world_size: int | None, *, check_files: bool = False) -> argparse.Namespace:
+def dry_parse(argv: Sequence[str], world_size: int | None, *, check_files: bool = False,
+              without: Collection[str] = ()) -> argparse.Namespace:
     """Parse and validate as rank 0 of so many Hopper GPUs would, without changing any global state.
 
     Args:
         argv: as for :func:`parse`.
         world_size: number of ranks; None takes the ``gpus`` of the configuration files.
         check_files: whether the data folder must exist.
+        without: arguments that configuration files do not set.
 
     Raises:
         ValueError, NotImplementedError: as :func:`parse_or_raise`; also if there is no ``gpus`` key to take.
@@ -97,7 +99,7 @@ def dry_parse(argv: Sequence[str], world_size: int | None, *, check_files: bool 
     megatron_arguments.get_device_arch_version = lambda: 9
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return _parse_and_validate(argv, check_files=check_files, on_expansion=take_ranks)
+            return _parse_and_validate(argv, check_files=check_files, on_expansion=take_ranks, without=without)
     finally:
         megatron_arguments.get_device_arch_version = arch
         for name, value in saved.items():
@@ -136,7 +138,8 @@ def defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
-                        on_expansion: Callable[[Expansion], None] = lambda expansion: None) -> argparse.Namespace:
+                        on_expansion: Callable[[Expansion], None] = lambda expansion: None,
+                        without: Collection[str] = ()) -> argparse.Namespace:
     """Parse, check with our rules, then with Megatron's; sets no global."""
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
@@ -158,7 +161,7 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
         _name_enum_choices(parser)
         _escape_help(parser)
         defaults(parser)
-        expansion = expand(argv, parser)
+        expansion = expand(argv, parser, without)
         on_expansion(expansion)
         if any(token.split("=")[0] == "--yaml-cfg" for token in expansion.argv):
             # Megatron would replace the parsed arguments before anything could check them.

@@ -164,8 +164,8 @@ class CPPlanning:
             return None, (f"it was made for {found.plan.topo.words}, the job runs "
                           f"{self.runtime.store.plan.topo.words}")
         if others:
-            return None, (f"it was made for key blocks of {', '.join(map(str, sorted(others)))}, the job selects blocks "
-                          f"of {self.dsv.dsv_kv_block_size}")
+            return None, (f"it was made for key blocks of {', '.join(map(str, sorted(others)))}, the job selects "
+                          f"blocks of {self.dsv.dsv_kv_block_size}")
         if found.plan.buckets != self.replanner.buckets:
             return None, "it was made for other sequence lengths than those of the data set"
         return found, ""

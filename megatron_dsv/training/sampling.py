@@ -15,7 +15,11 @@ import torch
 import yaml
 from torch import Tensor
 
+from megatron_dsv.config import PLANNING
 from megatron_dsv.platform import compat, cpu
+
+_OF_SEVERAL_RANKS = (*PLANNING, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+"""Settings of a run that one device refuses, and that no flag can unset."""
 
 
 def sample_video(options: argparse.Namespace) -> None:
@@ -102,7 +106,7 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
         argv += ["--dsv-keep-ratio", str(options.keep_ratio)]
     if options.latent_data is not None:
         argv += ["--latent-data", options.latent_data]
-    return dry_parse(argv, 1, check_files=True)
+    return dry_parse(argv, 1, check_files=True, without=_OF_SEVERAL_RANKS)
 
 
 def load_model(args: argparse.Namespace, weights: Path, which: str, device: torch.device) -> torch.nn.Module:

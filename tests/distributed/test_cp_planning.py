@@ -247,8 +247,8 @@ def test_a_resumed_run_has_the_plan_it_had_and_another_topology_keeps_what_was_l
     for other, _, fresh, _ in run_ranks(resumed, 4, stored, 4, whole, 4, output=tmp_path / "blocks"):
         assert (other.kv_blocks, other.version, fresh) == ({4}, 3, {}), "needs of other blocks say nothing of these"
     line = (tmp_path / "blocks" / "rank0.txt").read_text().splitlines()[0]
-    assert line == (" the checkpoint's plan is not taken up at step 4: it was made for key blocks of 2, the job selects "
-                    "blocks of 4; it is solved anew")
+    assert line == (" the checkpoint's plan is not taken up at step 4: it was made for key blocks of 2, the job "
+                    "selects blocks of 4; it is solved anew")
 
 
 def test_a_damaged_record_costs_a_line_and_a_new_plan(tmp_path):

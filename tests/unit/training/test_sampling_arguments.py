@@ -9,6 +9,8 @@ from megatron_dsv.testing.latents import write_latents
 RUN = {"num-layers": 2, "hidden-size": 48, "num-attention-heads": 4, "micro-batch-size": 1, "lr": 1e-3,
        "train-iters": 1, "dit-text-dim": 64, "tensor-model-parallel-size": 2, "sequence-parallel": True,
        "context-parallel-size": 2, "dsv-cp-plan": "random"}
+SEVERAL_RANKS = {"dsv-cp-plan": "planned", "dsv-cp-cluster": "h200", "dsv-cp-replan-interval": 5,
+                 "pipeline-model-parallel-size": 2, "decoder-first-pipeline-num-layers": 1}
 
 
 @pytest.mark.parametrize(("trained", "attention", "stage"), [
@@ -24,3 +26,15 @@ def test_a_sample_respects_the_gate(tmp_path, trained, attention, stage):
     options = argparse.Namespace(attention=attention, keep_ratio=None, latent_data=None)
     args = run_arguments(tmp_path, options)
     assert (args.dsv_sparse_stage, args.tensor_model_parallel_size, args.sequence_parallel) == (stage, 1, False)
+
+
+def test_a_sample_needs_nothing_of_what_only_several_ranks_may_set(tmp_path):
+    import yaml
+
+    from megatron_dsv.training.sampling import run_arguments
+
+    data = write_latents(tmp_path / "data", [(1, 4, 4)])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN | SEVERAL_RANKS | {"latent-data": str(data)}))
+    args = run_arguments(tmp_path, argparse.Namespace(attention="dense", keep_ratio=None, latent_data=None))
+    assert (args.context_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
+    assert (args.dsv_cp_cluster, args.dsv_cp_replan_interval, args.decoder_first_pipeline_num_layers) == (None,) * 3
