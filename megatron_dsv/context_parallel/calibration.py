@@ -224,6 +224,11 @@ class Calibration:
             made = cls(**data)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"calibration {path}: has fields that schema {SCHEMA} does not: {error}") from None
+        constants = [*itertools.chain(*vars(made.kernels).values()), made.handling.pack_gbps,
+                     made.handling.add_rows_gbps, *made.handling.heads, *made.handling.rows, *made.handling.keys]
+        if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in constants):
+            raise ValueError(f"calibration {path}: its constants must be numbers of at least 0, got {constants}; run "
+                             "`dsv bench --calibrate` again")
         if made.digest != known:
             raise ValueError(f"calibration {path}: was changed by hand, its digest is {known} but its constants have "
                              f"{made.digest}; run `dsv bench --calibrate` again")

@@ -122,8 +122,16 @@ def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
               sharded_optimizer=bool(args.use_distributed_optimizer), max_padding=math.inf)
     if args.dry_run_cluster is not None:
         dsv = replace(dsv, dsv_cp_cluster=args.dry_run_cluster, dsv_cp_calibration=None)
-    costs = costs_of(dsv, device=None, head_dim=model.head_dim)
-    cluster = costs.model.cluster.with_gpus(args.world_size)
+    try:
+        costs = costs_of(dsv, device=None, head_dim=model.head_dim)
+    except ValueError as error:
+        flag = "--dsv-cp-cluster" if args.dry_run_cluster is None else "--dry-run-cluster"
+        raise ValueError(str(error).replace("--dsv-cp-cluster", flag, 1)) from None
+    try:
+        cluster = costs.model.cluster.with_gpus(args.world_size)
+    except ValueError as error:
+        raise ValueError(f"{FLAG} on {costs.model.cluster.name}: {error}; name machines that the ranks fill with "
+                         "--dry-run-cluster") from None
     return Simulator(cluster, costs.model.kernels, job, lambda padded: _stats(dsv, model, args, padded),
                      _allowed(dsv, args), costs.model.handling)
 

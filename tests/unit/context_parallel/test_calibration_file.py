@@ -115,3 +115,11 @@ def test_a_calibration_serves_what_it_was_measured_at():
     calibration().check(q_block=64, kv_block=64, head_dim=128)
     with pytest.raises(ValueError, match="heads of 128, the job has 64, 1 and 96; run `dsv bench --calibrate`"):
         calibration().check(q_block=64, kv_block=1, head_dim=96)
+
+
+@pytest.mark.parametrize("line", [Line(float("nan"), 1.0), Line(1e4, float("inf")), Line(-1e4, 1.0), Line("a", "b")])
+def test_constants_that_no_time_can_have_are_refused(tmp_path, line):
+    file = tmp_path / "calibration.json"
+    calibration(kernels=dataclasses.replace(KERNELS, selection=line)).save(file)
+    with pytest.raises(ValueError, match="its constants must be numbers of at least 0, got"):
+        Calibration.load(file)

@@ -63,7 +63,8 @@ def test_a_launch_that_does_not_fit_ends_with_the_limit(data, capsys):
     with pytest.raises(ValueError, match=r"TP 1 x PP 1 x CP 1 x DP 2 cannot run on h200: memory: \d+.\d GiB of 132.0 "
                                          r"that a GPU can use \(optimizer"):
         dry_run.run(argv)
-    with pytest.raises(ValueError, match="the number of GPUs must be at most one node, 8, or a multiple of it, got 12"):
+    with pytest.raises(ValueError, match="--dry-run on h200: the number of GPUs must be at most one node, 8, or a "
+                                         "multiple of it, got 12; name machines"):
         dry_run.run(flags(data, "--dry-run-gpus", "12"))
 
 
@@ -120,3 +121,8 @@ def test_without_a_number_the_configuration_file_says_it(data, tmp_path, capsys)
     mine.write_text("gpus: 4\n")
     dry_run.run(flags(data, "--config", str(mine)))
     assert "4 ranks = TP 1 x PP 1 x CP 1 x DP 4" in capsys.readouterr().out
+
+
+def test_a_cluster_that_is_none_names_the_flag_that_asked_for_it(data):
+    with pytest.raises(ValueError, match="--dry-run-cluster: no cluster 'nowhere'"):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", "--dry-run-cluster", "nowhere"))
