@@ -154,7 +154,8 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
         nonlocal expansion
         group = parser.add_argument_group("Configuration files")
         group.add_argument("--config", nargs="+", default=None, metavar="YAML", help="YAML files or presets (such as "
-                           "model/wan2.1-1.3b); later files win, flags on the command line win over all of them.")
+                           "model/wan2.1-1.3b); later files win, null in one unsets a key, flags on the command "
+                           "line win over all of them.")
         for cls in CONFIGS:
             add_dataclass_arguments(parser, cls)
         add_opposites(parser)

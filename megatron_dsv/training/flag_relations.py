@@ -136,4 +136,5 @@ def _check_logging(args: argparse.Namespace) -> None:
 def _check_planning(args: argparse.Namespace) -> None:
     for name in PLANNING:
         if getattr(args, name) is not None and args.context_parallel_size == 1:
-            raise ValueError(f"{flag_of(name)} needs --context-parallel-size above 1, got 1; drop it")
+            raise ValueError(f"{flag_of(name)} needs --context-parallel-size above 1, got 1; drop it; a "
+                             "later --config file unsets it with null")
