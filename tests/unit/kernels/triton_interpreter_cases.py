@@ -113,7 +113,7 @@ def _one_group(length, *, block, dtype=torch.float16):
     return selection, q, *(buffer[:64] for buffer in buffers), dout
 
 
-@pytest.mark.parametrize(("length", "block"), [(-64, 64), (-1000, 64), (-64, 8)])
+@pytest.mark.parametrize(("length", "block"), [(-64, 64), (-1000, 64), (-64, 8), (-64, 1)])
 def test_a_length_of_no_keys_ends_and_attends_nothing(length, block):
     selection, q, k, v, dout = _one_group(length, block=block)
     out, lse = api.forward(q, k, v, selection, backend="triton")
@@ -122,7 +122,7 @@ def test_a_length_of_no_keys_ends_and_attends_nothing(length, block):
     assert not any(x.any() for x in api.backward(dout, q, k, v, out, lse, selection, backend="triton"))
 
 
-@pytest.mark.parametrize(("length", "block"), [(65, 64), (200, 64), (200, 8)])
+@pytest.mark.parametrize(("length", "block"), [(65, 64), (200, 64), (200, 8), (200, 1)])
 def test_a_length_beyond_the_keys_reads_none_of_what_lies_there(length, block):
     results = []
     for given in (64, length):

@@ -170,8 +170,10 @@ def _lists(selection: KVSelection) -> dict[str, Tensor]:
     indices = selection.kv_indices
     if indices.numel() == 0:
         indices = torch.zeros(1, dtype=torch.int32, device=indices.device)
+    # What a length says beyond 0 and the keys is no key.
+    length = selection.kv_length.clamp(0, selection.num_keys)
     return {"kv_indices_ptr": indices.contiguous(), "row_start_ptr": selection.row_start.contiguous(),
-            "row_count_ptr": selection.row_count.contiguous(), "kv_length_ptr": selection.kv_length.contiguous()}
+            "row_count_ptr": selection.row_count.contiguous(), "kv_length_ptr": length.contiguous()}
 
 
 def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
