@@ -139,7 +139,7 @@ def versions() -> dict[str, str]:
 def merge(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes ``rows`` into the file, in place of older rows of the same arm."""
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["preset"], row["stage"], row["transformer_impl"], row["keep_ratio"]
+        return row["preset"], row["stage"], row["transformer_impl"], row["keep_ratio"], row["attention_backend"]
 
     old = json.loads(path.read_text()) if path.is_file() else []
     fresh = {key(row) for row in rows}
