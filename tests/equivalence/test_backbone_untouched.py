@@ -15,12 +15,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("precision", "weights"), [
-    pytest.param("", ("0", "1", "1e5"), id="fp32"),
-    pytest.param("--bf16", ("1e5",), id="bf16"),
-    pytest.param("--bf16", ("0", "1"), id="bf16-other-weights", marks=pytest.mark.slow),
-])
+# (name, flags, weights of the predictors' loss, layouts that every run of the tests goes through)
+CASES = [
+    ("fp32", "", ("0", "1e5"), ("one", "dp2-distributed-optimizer", "tp2-sp", "pp2")),
+    ("bf16", "--bf16", ("1e5",), ("one", "dp2", "pp2", "recompute")),
+    ("fp32-weight-of-one", "", ("1",), ()),
+    ("bf16-other-weights", "--bf16", ("0", "1"), ()),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "weights"), [
+    pytest.param(layout, precision, weights, id=f"{name}-{layout}",
+                 marks=[] if layout in always else [pytest.mark.slow])
+    for name, precision, weights, always in CASES for layout in LAYOUTS])
 def test_backbone_is_bit_identical_to_a_dense_run(train, layout, precision, weights):
     ranks, flags = LAYOUTS[layout]
     flags = f"{flags} {precision} --num-layers 2 --eval-iters 0 --micro-batch-size {1 if ranks == 4 else 2}"

@@ -66,8 +66,9 @@ def straight(train, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("stage", "layout"), [(stage, layout) for stage in STAGES for layout in LAYOUTS
-                                               if stage == "auto" or not layout.startswith("pp2")])
+@pytest.mark.parametrize(("stage", "layout"), [
+    pytest.param(stage, layout, marks=[pytest.mark.slow] if stage != "auto" and "distributed" in layout else [])
+    for stage in STAGES for layout in LAYOUTS if stage == "auto" or not layout.startswith("pp2")])
 def test_same_layout_is_bitwise(train, straight, tmp_path, stage, layout):
     folder, expected = straight(stage, layout)
     ranks, flags = LAYOUTS[layout]
@@ -124,8 +125,9 @@ def test_other_batches_per_rank_keep_the_order_of_samples(train, straight):
 HOPS = [(2, f"{TP2} --sequence-parallel"), (2, PP2), (2, ""), (2, TP2)]
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "hops"), [("auto", DISTRIBUTED, HOPS), ("sparse", "", HOPS[:2])],
-                         ids=["auto-distributed-optimizer", "sparse"])
+@pytest.mark.parametrize(("stage", "optimizer", "hops"), [
+    pytest.param("auto", DISTRIBUTED, HOPS, id="auto-distributed-optimizer"),
+    pytest.param("sparse", "", HOPS[:2], id="sparse", marks=pytest.mark.slow)])
 def test_other_layouts_to_printed_precision(train, tmp_path, stage, optimizer, hops):
     """A run that changes its layout every two steps against one that never does."""
     flags = f"{SMALL} {STAGES[stage]} {optimizer} --ema-decay 0.9 --dsv-freeze-selection"
