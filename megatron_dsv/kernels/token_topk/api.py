@@ -88,7 +88,8 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
     host = torch.tensor([widths, before, caps], dtype=torch.int64).to(device, non_blocking=True)
     row = torch.arange(b, device=device)[:, None, None] * groups + torch.arange(groups, device=device)
     row_start = torch.where(host[0] > 0, host[1], DENSE_ROW)[None, :, None] + row * host[0][None, :, None]
-    kv_indices = torch.empty(b * groups * sum(widths), dtype=torch.int32, device=device)
+    # The last place is spare.
+    kv_indices = torch.empty(b * groups * sum(widths) + 1, dtype=torch.int32, device=device)
     ids = torch.arange(groups, device=device) if query_group_ids is None else query_group_ids.to(device)
     arguments: dict[str, Any] = {
         "budgets": host[2].to(torch.int32), "kv_length": lengths, "query_length": reals, "group_ids": ids,
@@ -103,9 +104,10 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
             row_count = launch.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
     # A group of padding attends to nothing, in a dense head, too.
     row_start = torch.where(row_count == 0, row_start.clamp_min(0), row_start)
-    return KVSelection(kv_indices=kv_indices, row_start=row_start, row_count=row_count, kv_length=lengths,
+    return KVSelection(kv_indices=kv_indices[:-1], row_start=row_start, row_count=row_count, kv_length=lengths,
                        num_queries=num_queries, num_keys=sk, q_block_size=q_block_size, kv_block_size=1,
-                       max_row_count=sk if 0 in widths else max(caps))
+                       max_row_count=sk if 0 in widths else max(caps),
+                       max_entries=b * groups * sum(width or sk for width in widths))
 
 
 def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend: str, num_queries: int,

@@ -15,7 +15,7 @@ _CHUNK_SCORES = 1 << 24
 def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Tensor, *, budgets: Tensor,
                kv_length: Tensor, query_length: Tensor, group_ids: Tensor, proxies: int, reduction: str,
                keep_own: bool, prefix: int, q_block_size: int, softmax_scale: float, longest: int) -> Tensor:
-    """As ``triton.launch.token_topk``."""
+    """As ``triton.launch.token_topk``; writes anything to the last, spare place of kv_indices."""
     rows, b, h, _ = q_pooled.shape
     sk, _, heads_kv, _ = k_lr.shape
     groups = rows // proxies
@@ -40,8 +40,9 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
         stays = torch.zeros_like(ranking, dtype=torch.bool)
         stays.scatter_(-1, order, token < kept[:, :, part, None])
         stays &= (row_start[:, :, part] >= 0)[..., None]
-        target = row_start[:, :, part, None] + stays.cumsum(-1) - 1
-        kv_indices[target[stays]] = token.to(torch.int32).expand_as(stays)[stays]
+        # What does not stay goes to the spare place: a mask as index would wait for the device.
+        target = torch.where(stays, row_start[:, :, part, None] + stays.cumsum(-1) - 1, kv_indices.numel() - 1)
+        kv_indices.scatter_(0, target.reshape(-1), token.to(torch.int32).expand_as(stays).reshape(-1))
     return kept
 
 

@@ -38,6 +38,18 @@ def test_the_reference_selects_what_block_scores_of_single_tokens_select(reducti
     assert got.max_row_count == exact.max_row_count
 
 
+def test_the_lists_of_all_rows_are_bounded_by_their_own_budgets():
+    """One wide head or a dense one must not size what is made of all rows by itself."""
+    q, k = (x.float() for x in _inputs())
+    lengths = torch.tensor([200, 150])
+    got = token_topk(q, k, head_budgets=[1, 190, 40, 200], proxies=4, num_queries=7 * 32, q_block_size=32,
+                     kv_length=lengths)
+    assert got.row_start[:, 3].eq(-1).all()
+    assert got.entries_bound == 2 * 7 * (32 + 190 + 40 + 200) < got.row_start.numel() * got.max_row_count
+    assert got.kv_indices.numel() == 2 * 7 * (32 + 190 + 40)
+    assert int(got.entries().sum()) == 7 * (32 + 190 + 40 + 200) + 7 * (32 + 150 + 40 + 150)
+
+
 def test_equal_scores_go_to_lower_tokens_and_odd_ones_come_last():
     q = torch.ones(2, 1, 1, 1)
     k = torch.tensor([1.0, torch.nan, 2, 1, torch.inf, -torch.inf, 1, 0])[:, None, None, None]

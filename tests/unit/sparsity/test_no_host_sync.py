@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.predictor_loss import predictor_loss
 from megatron_dsv.sparsity.profile import update_running
 from megatron_dsv.sparsity.selection_rules import RULES, select
@@ -20,6 +21,14 @@ def test_selection_and_its_capacity_follow_from_shapes_and_budgets(rule):
     capacity = {"all": 0, "topk": 2 * 6 * 11, "topk-mass": 2 * 6 * 23, "mass": 2 * 6 * 48}[rule]
     assert selection.kv_indices.shape == (capacity,)
     assert selection.row_count.shape == (2, 4, 6)
+
+
+def test_token_selection_runs_without_values():
+    q, k = torch.empty(12, 2, 4, 8, device="meta"), torch.empty(48, 2, 2, 8, device="meta")
+    selection = token_topk(q, k, head_budgets=[3, 48, 20, 3], num_queries=48, q_block_size=8, proxies=2,
+                           kv_length=torch.empty(2, 2, device="meta").int(),
+                           query_length=torch.empty(2, device="meta").int())
+    assert selection.kv_indices.shape == (2 * 6 * (8 + 20 + 8),)
 
 
 def test_scores_that_read_the_device_would_be_caught():
