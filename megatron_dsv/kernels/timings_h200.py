@@ -106,20 +106,6 @@ SPARSE = (
     SparseRow("triton", 128, 128, 65536, 24, 256, 0.09961, 21.47, 80.2),
     SparseRow("triton", 128, 128, 131072, 24, 128, 0.09961, 44.71, 123.6),
     SparseRow("triton", 128, 128, 262144, 24, 128, 0.1001, 166.8, 537.6),
-    SparseRow("cudnn", 64, 64, 65536, 24, 128, 0.0996, 9.724, 32.96),
-    SparseRow("cudnn", 128, 128, 65536, 24, 128, 0.0508, 6.652, 13.98),
-    SparseRow("cudnn", 128, 128, 65536, 24, 128, 0.0996, 12.93, 24.34),
-    SparseRow("flash4", 128, 128, 65536, 24, 64, 0.0996, 6.097, 12.93),
-    SparseRow("flash4", 128, 128, 65536, 24, 128, 0.0508, 4.584, 13.49),
-    SparseRow("flash4", 128, 128, 65536, 24, 128, 0.0996, 8.649, 25.8),
-    SparseRow("flash4", 128, 128, 65536, 24, 256, 0.0996, 14.17, 99.59),
-    SparseRow("triton", 64, 64, 65536, 24, 64, 0.0996, 6.151, 17.49),
-    SparseRow("triton", 64, 64, 65536, 24, 128, 0.0996, 10.52, 31.72),
-    SparseRow("triton", 64, 64, 65536, 24, 256, 0.0996, 31, 81.01),
-    SparseRow("triton", 128, 128, 65536, 24, 64, 0.0996, 6.221, 17.74),
-    SparseRow("triton", 128, 128, 65536, 24, 128, 0.0508, 6.062, 16.63),
-    SparseRow("triton", 128, 128, 65536, 24, 128, 0.0996, 11.65, 31.1),
-    SparseRow("triton", 128, 128, 65536, 24, 256, 0.0996, 21.47, 80.2),
     SparseRow("cudnn", 64, 64, 4096, 24, 128, 0.04688, 0.6842, 0.5674),
     SparseRow("cudnn", 64, 64, 4096, 24, 128, 0.09375, 0.5455, 0.5556),
     SparseRow("cudnn", 64, 64, 4096, 24, 128, 0.2969, 0.5662, 0.5816),
@@ -181,6 +167,7 @@ SELECTION = (
     SelectionRow(128, 128, 262144, 24, 24.0),
 )
 
-LEAST_SEQUENCE_MS = 3.51
-"""Selection, forward and backward of a layer whose kernels take less: 4,096 tokens, 24 heads of 128, 6% kept, launched
-from Python by one process. A host with other work takes longer."""
+LAUNCH_ALLOWANCE_MS = 3.51
+"""Selection, forward and backward of a layer as one process launched them from Python, measured at one shape whose
+kernels take less: 4,096 tokens, 24 heads of 128, 6% kept. An allowance, no least: with 3 heads whole sequences took
+from 1.95 ms (benchmarks/results/h200/attention.json), and a host with other work takes longer."""

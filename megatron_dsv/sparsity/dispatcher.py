@@ -115,9 +115,9 @@ def _by_cost(keep_ratio: float, *, num_tokens: int, num_heads: int, num_kv_heads
     # Dense attention takes one backend for both passes; sparse attention chooses for each.
     dense_ms = min(map(sum, dense.values()))
     sparse_ms, selection_ms = min(sparse), min(selection)
-    launches_ms = timings.LEAST_SEQUENCE_MS.get(device, 0.0)
+    launches_ms = timings.LAUNCH_ALLOWANCE_MS.get(device, 0.0)
     faster = max(sparse_ms + selection_ms, launches_ms) * REQUIRED_SPEEDUP <= dense_ms
-    launched = f" ({launches_ms:.3g} ms to launch both)" if launches_ms > sparse_ms + selection_ms else ""
+    launched = f" ({launches_ms:.3g} ms allowed for launches)" if launches_ms > sparse_ms + selection_ms else ""
     return Decision(faster, f"{'sparse' if faster else 'dense'}: {device} takes {sparse_ms:.3g} ms sparse at keep "
                             f"ratio {keep_ratio:.3f} and {selection_ms:.3g} ms to select{launched}, {dense_ms:.3g} ms "
                             "dense")

@@ -35,6 +35,16 @@ def test_measured_points_come_back(rows):
         assert got == pytest.approx((row.forward_ms, row.backward_ms), rel=tolerance)
 
 
+@pytest.mark.parametrize("table", [DENSE, SPARSE, SELECTION], ids=["dense", "sparse", "selection"])
+def test_no_point_stands_twice(table):
+    """Densities that differ by rounding alone are one."""
+    for one, other in itertools.combinations(table[H200], 2):
+        # What comes before the times; a density is the last of it.
+        *shape, last = one[:-1 if isinstance(one, SelectionRow) else -2]
+        *others, other_last = other[:-1 if isinstance(other, SelectionRow) else -2]
+        assert shape != others or last != pytest.approx(other_last, rel=2e-3), (one, other)
+
+
 def test_selection_comes_back_and_grows():
     for row in SELECTION[H200]:
         got = selection_ms(H200, tokens=row.tokens, heads=row.heads, q_block_size=row.q_block_size,
