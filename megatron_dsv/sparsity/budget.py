@@ -50,18 +50,6 @@ def head_budgets(block_fraction: Tensor | Sequence[float], num_kv_blocks: int, *
     return [_round_up(max(share, min_keep_ratio), num_kv_blocks) for share in shares]
 
 
-def keep_ratio(budgets: Sequence[int], num_kv_blocks: int) -> float:
-    """Kept share of a layer: the mean over its heads of budget / blocks, in (0, 1].
-
-    Raises:
-        ValueError: no heads, or no block.
-    """
-    if not budgets or num_kv_blocks < 1:
-        raise ValueError("keep_ratio needs at least one head and one block, got "
-                         f"{len(budgets)} heads and {num_kv_blocks} blocks")
-    return sum(budgets) / (len(budgets) * num_kv_blocks)
-
-
 def _round_up(share: float, blocks: int) -> int:
     return min(blocks, max(1, math.ceil((share - _ROUNDING) * blocks)))
 

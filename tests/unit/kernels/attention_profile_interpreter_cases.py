@@ -103,5 +103,10 @@ def test_limits_name_the_way_out():
         block_mass(q.double(), k.double(), **arguments)
     with pytest.raises(NotImplementedError, match="head dims up to 256, got 300; use backend='reference'"):
         block_mass(torch.zeros(2, 1, 1, 300), torch.zeros(8, 1, 1, 300), **arguments)
+    for tokens, block, stride in ((q, 4, 2**24), (k, 1024, 2**21)):
+        far = torch.empty_strided(tokens.shape, (stride, 4, 4, 1), device="meta")
+        with pytest.raises(NotImplementedError, match=f"is below 2.31 elements, got a stride of {stride}; copy the"):
+            block_mass(far if tokens is q else q, far if tokens is k else k,
+                       **arguments | {"kv_block_size": block})
     with pytest.raises(NotImplementedError, match=r"takes torch.float32, got torch.float64; use backend='reference'"):
         smallest_set(torch.ones(1, 3).double(), 0.5, backend="triton")

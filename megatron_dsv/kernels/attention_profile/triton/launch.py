@@ -17,7 +17,7 @@ from megatron_dsv.kernels.attention_profile.triton.kernels import (
     _attention_profile_mass_kernel,
     _attention_profile_smallest_set_kernel,
 )
-from megatron_dsv.kernels.launching import Launch, Tile, launch_device, padded_dim, power_of_two
+from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim, power_of_two
 
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,6 +32,8 @@ def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q
     """fp32 [b, h, n, Nk] of q [n * g, b, h, d], k [s, b, G, d], valid_rows [n * g, b] and kv_length [b, G]."""
     _check_limits(q, k)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    check_reach(1, q)
+    check_reach(kv_block_size, k)
     rows, b, h, _ = q.shape
     blocks = -(-k.shape[0] // kv_block_size)
     partial = torch.empty((b, h, rows, num_spans(k.shape[0])), dtype=torch.float32, device=q.device)

@@ -78,9 +78,9 @@ def _ordered_dkv(plan: Callable[..., Launch], dk: Tensor, dv: Tensor, selection:
 
 
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: KVSelection,
-                 softmax_scale: float, tile: Tile | None = None) -> Launch:
+                 softmax_scale: float) -> Launch:
     """The forward; writes out and lse [b, h, s] contiguous."""
-    tile = tile or _pick("forward", q, selection)
+    tile = _pick("forward", q, selection)
     arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, **_lists(selection),
                  **_strides("sbh", q=q), **_strides("sbg", k=k, v=v), **_strides("sbh", o=out),
                  **_sizes(q, k, selection), "scale_log2": softmax_scale * math.log2(math.e)}
@@ -89,9 +89,9 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sele
 
 
 def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-            selection: KVSelection, softmax_scale: float, tile: Tile | None = None) -> Launch:
+            selection: KVSelection, softmax_scale: float) -> Launch:
     """The pass over query rows; writes dq and delta [b, h, s] contiguous."""
-    tile = tile or _pick("dq", q, selection)
+    tile = _pick("dq", q, selection)
     arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse,
                  "delta_ptr": delta, "dq_ptr": dq, **_lists(selection), **_strides("sbh", q=q),
                  **_strides("sbg", k=k, v=v), **_strides("sbh", o=out, do=dout, dq=dq), **_sizes(q, k, selection),
@@ -102,19 +102,18 @@ def plan_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Ten
 
 def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
              dk: Tensor, dv: Tensor, selection: KVSelection, softmax_scale: float, *, first_row: int, rows: int,
-             apart: bool, tile: Tile | None = None, fused: bool | None = None) -> Launch:
+             apart: bool) -> Launch:
     """The pass over keys for ``rows`` rows; adds to dk and dv, or writes [places, rows, 1, d] if ``apart``.
 
     Where ``_fused`` it writes dq as well, and does not read delta.
     """
-    tile = tile or _pick("dkv", q, selection)
-    fused = _fused(q, selection) if fused is None else fused
+    tile = _pick("dkv", q, selection)
     arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse,
                  "delta_ptr": delta, "dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, **_lists(selection),
                  **_strides("sbh", q=q), **_strides("sbg", k=k, v=v), **_strides("sbh", o=out, do=dout, dq=dq),
                  **_strides("sbg", dk=dk, dv=dv), "first_row": first_row, **_sizes(q, k, selection),
                  "scale": softmax_scale, "scale_log2": softmax_scale * math.log2(math.e)}
-    constants = {**_constants(q, selection, tile), "FUSED": fused, "PARTIAL": apart}
+    constants = {**_constants(q, selection, tile), "FUSED": _fused(q, selection), "PARTIAL": apart}
     return Launch(_token_attention_bwd_dkv_kernel, (rows, 1), arguments, constants, tile)
 
 
@@ -152,8 +151,7 @@ def _pick(pass_name: str, q: Tensor, selection: KVSelection) -> Tile:
 
 
 def _fused(q: Tensor, selection: KVSelection) -> bool:
-    return fuses_dq(_pick("dkv", q, selection), q_block_size=selection.q_block_size, head_dim=q.shape[-1],
-                    itemsize=q.element_size())
+    return fuses_dq(_pick("dkv", q, selection), q_block_size=selection.q_block_size, head_dim=q.shape[-1])
 
 
 def _constants(q: Tensor, selection: KVSelection, tile: Tile) -> dict[str, int]:

@@ -30,6 +30,6 @@ def pick_tile(pass_name: str, *, q_block_size: int, head_dim: int, itemsize: int
     return replace(tile, block_m=block_m, num_stages=stages, num_warps=tile.num_warps if block_m >= 64 else 4)
 
 
-def fuses_dq(tile: Tile, *, q_block_size: int, head_dim: int, itemsize: int) -> bool:
+def fuses_dq(tile: Tile, *, q_block_size: int, head_dim: int) -> bool:
     """Whether the pass over keys computes dq, too: its sum must fit the registers beside dk and dv."""
     return tile.block_m >= q_block_size and head_dim <= 128
