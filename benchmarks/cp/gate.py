@@ -26,6 +26,12 @@ LEAST_AGREEMENT = 0.999
 rounds differently."""
 
 
+def _unit(dtype: torch.dtype) -> float:
+    """Relative rounding of a kernel's result. The vectorised exp of torch's fp32 kernels on a CPU may be 20 units off
+    (Sleef's u20 functions, taken or not by instruction set)."""
+    return torch.finfo(dtype).eps * (20 if dtype == torch.float32 else 1)
+
+
 class GateError(Exception):
     """A result is wrong; no number of its case may be printed."""
 
@@ -140,8 +146,7 @@ class Reference:
 
     def _within(self, names, got, rounded, exact, where: str) -> None:
         for name, mine, low, true in zip(names, got, rounded, exact, strict=True):
-            eps = torch.finfo(mine.dtype).eps
-            budget = 2 * ((low.double() - true).abs().max() + eps * true.abs().max())
+            budget = 2 * ((low.double() - true).abs().max() + _unit(mine.dtype) * true.abs().max())
             error = (mine.double() - true).abs().max()
             if not bool(error <= budget):
                 raise GateError(f"one GPU, {name}, {where}: error {float(error):.3e}, budget {float(budget):.3e}")
@@ -170,7 +175,7 @@ class Reference:
                                   for y in (mine.float() - true.float(), true))
             # A cell that is small by chance is held against the mean one.
             error = (difference / torch.maximum(length, length.mean())).sqrt()
-            budget = 2 * (1 + parts) * (self.rounding + torch.finfo(mine.dtype).eps / 2)
+            budget = 2 * (1 + parts) * (self.rounding + _unit(mine.dtype) / 2)
             if not bool((error <= budget).all()):
                 raise GateError(f"{what}, {name}: {int((~(error <= budget)).sum())} of {error.numel()} cells are "
                                 f"outside the budget {budget:.2e}, the worst is {float(error.max()):.2e}")

@@ -48,7 +48,7 @@ def _block(row: dict[str, Any]) -> str:
 def _train(row: dict[str, Any]) -> str:
     return (f"| {row['tokens']:,} | {_kind(row)} | {_plan(row)} | {row['ranks']} | {row['measured_ms']:,.0f} | "
             f"{row['predicted_ms']:,.0f} | {row['error']:+.1%} | {_number(row['peak_gib'])} | "
-            f"{row['steps']}{', with the first of the launch' if row['first_of_launch_timed'] else ''} |")
+            f"{row['steps']}{'' if row['warmed'] else ', which also compiled'} |")
 
 
 def _kind(row: dict[str, Any]) -> str:

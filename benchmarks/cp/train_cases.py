@@ -56,10 +56,12 @@ class Case:
         return next(name for first, name in reversed(self.arms) if first <= step)
 
     def timed_steps(self, arm: str) -> range:
-        """Finished steps before each step of ``arm`` that counts: all but its first, unless it has no other."""
+        """Finished steps before each step of ``arm`` that counts: all but its first, and but the first two of a launch,
+        which compile; unless it has no other."""
         first = next(start for start, name in self.arms if name == arm)
         last = min((start for start, _ in self.arms if start > first), default=self.steps)
-        return range(first + (last > first + 1), last)
+        warming = 2 if first == 0 else 1
+        return range(min(first + warming, last - 1), last)
 
     def to_json(self) -> str:
         """JSON that ``from_json`` reads."""

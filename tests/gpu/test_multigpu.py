@@ -116,7 +116,8 @@ def test_a_context_rank_may_hold_nothing_but_padding(data):
                             ("dsv/sparse_layers", 0)):
         numbers = [[float(number) for number in re.findall(rf"{name}: ([-+.\dEe]+)", text)] for text in (got, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=tolerance), name
-        assert len(numbers[0]) == 4
+        # There is no recall yet at the first step: no budget was measured before it.
+        assert len(numbers[0]) == (3 if name == "dsv/recall" else 4)
     assert numbers[0][-1] == 4
 
 

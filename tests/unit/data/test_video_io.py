@@ -152,6 +152,16 @@ def test_a_file_cut_in_its_data_names_the_missing_frame(tmp_path: Path, make_vid
         clip(path, longer, [9, 10], 16, 16)
 
 
+def test_the_same_video_is_written_in_the_same_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    video = torch.nn.functional.interpolate(torch.randn(1, 3, 5, 16, 24), size=(9, 64, 96), mode="trilinear")[0]
+    written = set()
+    for _ in range(20):
+        write_mp4(tmp_path / "v.mp4", video, 8)
+        written.add((tmp_path / "v.mp4").read_bytes())
+    assert len(written) == 1
+
+
 def test_misuse_of_the_writer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"H and W even, got \[3, 2, 7, 8\]"):
         write_mp4(tmp_path / "v.mp4", torch.zeros(3, 2, 7, 8), 10)
