@@ -3,6 +3,8 @@
 TRITON_INTERPRET must be set before triton is imported. bf16 is absent: the dot of the interpreter is wrong there.
 """
 
+import mmap
+
 import pytest
 import torch
 
@@ -113,3 +115,13 @@ def test_limits_name_the_way_out():
                     lambda: pool_queries(wide, q_block_size=1, backend="triton")):
         with pytest.raises(NotImplementedError, match="batch x heads up to 65535, got a grid of"):
             refused()
+
+
+def test_heads_two_billion_elements_apart_are_found():
+    # Pages that nothing touches cost nothing, and MAP_NORESERVE asks for no promise of them.
+    stride = 2**30
+    room = mmap.mmap(-1, 2 * (2 * stride + 2**16), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    q = torch.frombuffer(room, dtype=torch.float16).as_strided((24, 1, 3, 16), (16, 16, stride, 1))
+    q.copy_(torch.randn(24, 1, 3, 16))
+    got, exact = (pool_queries(q, q_block_size=8, proxies=2, backend=backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)

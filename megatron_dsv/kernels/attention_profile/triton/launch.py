@@ -31,6 +31,7 @@ def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q
                softmax_scale: float) -> Tensor:
     """fp32 [b, h, n, Nk] of q [n * g, b, h, d], k [s, b, G, d], valid_rows [n * g, b] and kv_length [b, G]."""
     _check_limits(q, k)
+    check_reach(kv_block_size, q, k)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     check_reach(1, q)
     check_reach(kv_block_size, k)

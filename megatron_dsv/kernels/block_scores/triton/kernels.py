@@ -29,8 +29,9 @@ def _key_bound_kernel(k_ptr, bound_ptr, kv_length_ptr, stride_ks, stride_kb, str
     most = tl.zeros([BLOCK_N], tl.float32)
     for step in range(0, SPAN, BLOCK_N):
         first = span * SPAN + step
-        k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, tl.zeros((), tl.int64) + first, lane_n,
-                      stride_ks, lane_n < length - first, RANK, BLOCK_D).to(tl.float32)
+        # A tile may hold more tokens than ``check_reach`` answers for.
+        k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, tl.zeros((), tl.int64) + first,
+                      lane_n.to(tl.int64), stride_ks, lane_n < length - first, RANK, BLOCK_D).to(tl.float32)
         squared = tl.sum(k * k, 1)
         # Once NaN, always NaN.
         most = tl.where((squared > most) | (squared != squared), squared, most)
@@ -236,7 +237,7 @@ def _pool_queries_kernel(q_ptr, out_ptr, query_length_ptr, stride_qs, stride_qb,
                          TOKENS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     """out [rows, b, h * r]: mean over the valid ones of each TOKENS tokens of q [s, b, h, r]."""
     row, item = tl.program_id(0).to(tl.int64), tl.program_id(1) % batch
-    column = tl.program_id(1) // batch * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = (tl.program_id(1) // batch * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     length = tl.minimum(tl.load(query_length_ptr + item).to(tl.int32), tokens)
     source = q_ptr + row * TOKENS * stride_qs + item.to(tl.int64) * stride_qb
     total = tl.zeros([BLOCK_C], tl.float32)

@@ -109,7 +109,7 @@ def _predictor_loss_fwd_kernel(
     count = tl.zeros([BLOCK_M], tl.float64) + keys.to(tl.float64)
     t0, t1 = shift_t.to(tl.float64), sum_t.to(tl.float64)
     a0, a1 = shift_a.to(tl.float64), sum_a.to(tl.float64)
-    size = tl.zeros((), tl.int64) + spans * batches * kv_heads * RATIO * num_rows
+    size = (tl.zeros((), tl.int64) + spans) * batches * kv_heads * RATIO * num_rows
     out = sums_ptr + ((span * batches + batch) * kv_heads * RATIO + head) * num_rows + row
     tl.store(out, count, mask=valid_m)
     tl.store(out + size, t1 + count * t0, mask=valid_m)
@@ -138,7 +138,7 @@ def _predictor_loss_bwd_dq_kernel(
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid_m = index < num_rows * RATIO
     row, head = (index // RATIO).to(tl.int64), kv_head * RATIO + index % RATIO
-    size = tl.zeros((), tl.int64) + batches * heads * num_rows
+    size = (tl.zeros((), tl.int64) + batches) * heads * num_rows
     place = (batch * heads + head) * num_rows + row
     mean_a, mean_t, alpha, beta, learns = _load_coefficients(coefficients_ptr, size, place, valid_m)
     q = _load_sampled(q_ptr + batch * stride_qb, row, head, stride_qs, stride_qh, learns, HEAD_DIM, BLOCK_D)
@@ -177,7 +177,7 @@ def _predictor_loss_bwd_dk_kernel(
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     heads = kv_heads * RATIO
-    size = tl.zeros((), tl.int64) + batches * heads * num_rows
+    size = (tl.zeros((), tl.int64) + batches) * heads * num_rows
 
     first_n = (tile * BLOCK_N).to(tl.int64)
     lane_n = tl.arange(0, BLOCK_N)

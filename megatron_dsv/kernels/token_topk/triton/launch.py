@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dsv.kernels.launching import Launch, Tile, launch_device, padded_dim, power_of_two
 from megatron_dsv.kernels.token_topk.triton.lists import _token_topk_lists_kernel, _token_topk_settle_kernel
 from megatron_dsv.kernels.token_topk.triton.mark import _token_topk_lse_kernel, _token_topk_mark_kernel
-from megatron_dsv.kernels.token_topk.triton.search import _token_topk_bracket_kernel
+from megatron_dsv.kernels.token_topk.triton.search import MOST_TILES, _token_topk_bracket_kernel
 
 MAX_RANK = 256
 _SAMPLES = 512
@@ -149,6 +149,7 @@ def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:
     if q_pooled.shape[-1] > MAX_RANK:
         raise NotImplementedError(f"backend='triton' of token_topk takes ranks up to {MAX_RANK}, got "
                                   f"{q_pooled.shape[-1]}; {way_out}")
-    if k_lr.shape[0] >= 2**30:
-        raise NotImplementedError("backend='triton' of token_topk takes fewer than 2^30 keys, got "
-                                  f"{k_lr.shape[0]}; {way_out}")
+    most_keys = MOST_TILES * pick_tile(q_pooled).block_n
+    if k_lr.shape[0] > most_keys:
+        raise NotImplementedError(f"backend='triton' of token_topk takes up to {most_keys} keys of {q_pooled.dtype} and "
+                                  f"rank {q_pooled.shape[-1]}, got {k_lr.shape[0]}; {way_out}")

@@ -150,7 +150,7 @@ def _token_topk_lse_kernel(
         token = whole + tl.arange(0, BLOCK_N)
         k = load_keys(k_base, stride_ks, token, length, RANK, BLOCK_R)
         most, total = _add_exponentials(proxies, k, token < length, most, total, scale_log2, PROXIES, BLOCK_N)
-    out = lse_ptr + span * lse_stride + batch_head * num_groups * PROXIES
+    out = lse_ptr + span.to(tl.int64) * lse_stride + batch_head * num_groups * PROXIES
     for proxy in tl.static_range(PROXIES):
         whole_sum = tl.sum(total[proxy], 1)
         # Without a finite logit the maximum is -inf, and says so.

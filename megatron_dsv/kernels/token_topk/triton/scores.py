@@ -39,8 +39,8 @@ def load_lse(lse_ptr, span_stride, spans, group, valid, PROXIES: tl.constexpr, R
             most = tl.full(group.shape, float("-inf"), tl.float32)
             total = tl.zeros(group.shape, tl.float32)
             for span in range(spans):
-                part = tl.load(lse_ptr + span * span_stride + group * PROXIES + proxy, mask=valid,
-                               other=float("-inf"))
+                place = (tl.zeros((), tl.int64) + span) * span_stride + group * PROXIES + proxy
+                part = tl.load(lse_ptr + place, mask=valid, other=float("-inf"))
                 larger = tl.maximum(most, part)
                 reference = tl.where(larger == float("-inf"), 0.0, larger)
                 total = total * tl.exp2(most - reference) + tl.exp2(part - reference)

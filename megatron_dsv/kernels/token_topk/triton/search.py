@@ -20,6 +20,9 @@ from megatron_dsv.kernels.token_topk.triton.scores import (
     ranks,
 )
 
+MOST_TILES = 65535
+"""Tiles of keys that a row's counts hold."""
+
 
 @triton.jit
 def _search_ranks(proxies, lse, k, token, length, prefix, begin, end, care, scale_log2, PROXIES: tl.constexpr,
@@ -171,7 +174,7 @@ def _count(proxies, lse, k_base, stride_ks, length, prefix, begin, end, own_firs
 
     Looks at one key in SPREAD.
     """
-    # Two counts of at most one a tile share a register.
+    # Two counts of at most one a tile, and so of at most ``MOST_TILES``, share a register.
     counts: tl.tuple = ()
     for _ in tl.static_range(PAIRS):
         counts = counts + (tl.zeros([BLOCK_M, BLOCK_N], tl.int32),)  # noqa: RUF005
@@ -191,7 +194,8 @@ def _count(proxies, lse, k_base, stride_ks, length, prefix, begin, end, own_firs
         largest = tl.maximum(largest, rank)
     totals: tl.tuple = ()
     for pair in tl.static_range(PAIRS):
-        totals = totals + (tl.sum(counts[pair] & 65535, 1), tl.sum(counts[pair] >> 16, 1))  # noqa: RUF005
+        upper = (counts[pair].to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
+        totals = totals + (tl.sum(counts[pair] & 65535, 1), tl.sum(upper, 1))  # noqa: RUF005
     return totals, tl.max(largest, 1)
 
 
