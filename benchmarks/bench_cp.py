@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="of --part train.")
     parser.add_argument("--model", default="model/dsv-2.7b", help="of --part train: a preset or a file.")
     parser.add_argument("--sparsity", type=float, default=0.9, help="of --part train, mean over heads.")
+    parser.add_argument("--launches", choices=("sparse", "dense"), default=None,
+                        help="of --part train: these alone.")
     parser.add_argument("--deadline", type=float, default=None, help="no launch begins after so many seconds.")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the output of launches.")
     parser.add_argument("--report", action="store_true",
@@ -153,7 +155,8 @@ def train(args: argparse.Namespace) -> int:
     bench = TrainBench(args.model, ["--bf16"] * on_gpu + args.extra, args.logs, on_gpu)
     started = time.monotonic()
     for tokens in args.tokens:
-        groups = cases(tokens, args.model, args.sparsity, str(calibration.resolve()), short=tokens > 131072)
+        groups = cases(tokens, args.model, args.sparsity, str(calibration.resolve()), short=tokens > 131072,
+                       launches=args.launches)
         left = None if args.deadline is None else args.deadline - (time.monotonic() - started)
         rows = bench.run(groups, functools.partial(print, flush=True), left)
         if args.output is not None and rows:

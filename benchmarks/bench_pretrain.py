@@ -32,6 +32,7 @@ from megatron_dsv.models.embeddings import token_grid
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?\| loss: ([-+.\dEenaif]+)")
 BACKEND = re.compile(r"(dense|sparse)_attention: backend='auto' took '(\w+)' for the (forward and backward|\w+)")
+BLOCKS = re.compile(r"dsv_(q|kv)_block_size \.+ (\d+)")
 MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 
@@ -92,6 +93,8 @@ def row(args: argparse.Namespace, arm: str, printed: str, status: int, wall_s: f
     return {
         "preset": args.preset, "tokens": tokens, "stage": arm, "transformer_impl": args.transformer_impl,
         "attention_backend": backends(printed),
+        "blocks": " x ".join(size for _, size in sorted(set(BLOCKS.findall(printed)), reverse=True))
+        if arm == "sparse" else "",
         "keep_ratio": args.keep_ratio if arm == "sparse" else 1.0,
         "keep_ratio_note": "forced, for timing only: a random model selects nothing useful" if arm == "sparse" else "",
         "step_ms": round(step_ms, 1), "tokens_per_s": round(tokens / step_ms * 1e3) if counted else 0,

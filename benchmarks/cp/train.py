@@ -27,7 +27,8 @@ SHAPES = {65536: (16, 128, 128), 262144: (64, 128, 128), 512: (8, 16, 16), 1024:
 """Tokens -> latent frames, rows, columns, under patches of 1 x 2 x 2."""
 
 
-def cases(tokens: int, model: str, sparsity: float, calibration: str, *, short: bool) -> list[list[Case]]:
+def cases(tokens: int, model: str, sparsity: float, calibration: str, *, short: bool,
+          launches: str | None = None) -> list[list[Case]]:
     """Launches at one length; those of one list run side by side, on GPUs of their own.
 
     Args:
@@ -36,6 +37,7 @@ def cases(tokens: int, model: str, sparsity: float, calibration: str, *, short: 
         sparsity: of the sparse arms.
         calibration: file of constants.
         short: few steps, for the longest sequences; nothing on one GPU.
+        launches: ``sparse`` or ``dense`` alone; None is both.
     """
     shape = load_model(model)
 
@@ -44,11 +46,15 @@ def cases(tokens: int, model: str, sparsity: float, calibration: str, *, short: 
                     shape.heads, shape.head_dim, calibration)
 
     if short:
-        return [[case("sparse, two GPUs", 2, True, [(0, "(2, 1)"), (5, "(1, 2)"), (9, PLANNED)], 13)],
-                [case("dense, two GPUs", 2, False, [(0, "(2, 1)")], 1)]]
-    return [[case("sparse, two GPUs", 2, True, [(0, "(1, 2)"), (5, "(2, 1)"), (9, PLANNED)], 29)],
-            [case("dense, two GPUs", 2, False, [(0, "(1, 2)"), (4, "(2, 1)")], 7)],
-            [case("sparse, one GPU", 1, True, [(0, ALONE)], 5), case("dense, one GPU", 1, False, [(0, ALONE)], 4)]]
+        groups = [[case("sparse, two GPUs", 2, True, [(0, "(2, 1)"), (5, "(1, 2)"), (9, PLANNED)], 13)],
+                  [case("dense, two GPUs", 2, False, [(0, "(2, 1)")], 1)]]
+    else:
+        groups = [[case("sparse, two GPUs", 2, True, [(0, "(1, 2)"), (5, "(2, 1)"), (9, PLANNED)], 29)],
+                  [case("dense, two GPUs", 2, False, [(0, "(1, 2)"), (4, "(2, 1)")], 7)],
+                  [case("sparse, one GPU", 1, True, [(0, ALONE)], 5),
+                   case("dense, one GPU", 1, False, [(0, ALONE)], 4)]]
+    groups = [[one for one in group if launches is None or one.name.startswith(launches)] for group in groups]
+    return [group for group in groups if group]
 
 
 class TrainBench:

@@ -120,3 +120,6 @@ def test_a_schedule_changes_plans_in_training(calibration, tmp_path):
     assert two[:2] == pytest.approx(alone[:2], rel=1e-5)
     # What is kept reaches the layers: the gates of a fresh model let little of it through, but not nothing.
     assert losses(case(calibration, ranks=1, arms=((0, ALONE),), sparsity=0.8)) != alone
+    alone = cases(65536, "model/dsv-2.7b", 0.9, calibration, short=False, launches="sparse")
+    assert [[one.name for one in group] for group in alone] == [
+        ["sparse, two GPUs, 65536 tokens"], ["sparse, one GPU, 65536 tokens"]]
