@@ -37,6 +37,7 @@ def apply() -> None:
     _let_current_length_win()
     _name_the_flag_of_another_schedule()
     _report_validation_without_ppl()
+    _skip_batches_of_any_kind()
     _end_helpers_with_their_rank()
     _applied = True
 
@@ -237,6 +238,27 @@ def _report_validation_without_ppl() -> None:
     _current(training, "evaluate", validation.EVALUATE_PARAMETERS)
     training.evaluate_and_print_results = functools.wraps(original)(validation.evaluate_and_report)
 
+
+def _skip_batches_of_any_kind() -> None:
+    """Let `--iterations-to-skip` pass over batches that are not text, where every rank has its own iterator.
+
+    `dummy_train_step` (training/training.py) reads on the first tensor-parallel rank and broadcasts tokens, for which
+    the others wait for ever; under context parallelism it fails. Can go when it asks the model's batch function.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import training
+
+    original = _current(training, "dummy_train_step", ("data_iterator",))
+
+    @functools.wraps(original)
+    def pass_over(data_iterator: Any) -> None:
+        steps = get_rerun_state_machine()
+        while steps.should_run_forward_backward(data_iterator):
+            for _ in range(get_num_microbatches()):
+                next(data_iterator)
+
+    training.dummy_train_step = pass_over
 
 
 def _end_helpers_with_their_rank() -> None:

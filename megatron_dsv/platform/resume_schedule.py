@@ -3,6 +3,7 @@
 A schedule is a dict as from `OptimizerParamScheduler.state_dict()`; its lengths are in samples.
 """
 
+import math
 from typing import Any
 
 # Entry -> flags. Megatron finds the optimizer's param groups in a checkpoint by the first two.
@@ -28,8 +29,10 @@ def changed_lengths(current: dict[str, Any], saved: dict[str, Any]) -> set[str]:
     """
     changed = {key for key in _LENGTHS if key in saved and saved[key] != current[key]}
     if "lr_decay_steps" in changed and saved.get("lr_warmup_steps") != current["lr_warmup_steps"]:
-        fraction = current["lr_warmup_steps"] / current["lr_decay_steps"]
-        if saved.get("lr_warmup_steps") == fraction * saved["lr_decay_steps"]:
+        # Equal fractions, cross-multiplied; a warm-up given as a fraction is itself rounded.
+        ours = current["lr_warmup_steps"] * saved["lr_decay_steps"]
+        theirs = saved.get("lr_warmup_steps", math.nan) * current["lr_decay_steps"]
+        if math.isclose(ours, theirs, rel_tol=1e-12):
             changed.add("lr_warmup_steps")
     return changed
 

@@ -93,6 +93,19 @@ def test_the_step_can_be_skipped(outcome):
     assert "iter_0000004" in names
 
 
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2",
+                                    pytest.param("--context-parallel-size 2", marks=pytest.mark.slow)])
+def test_a_skipped_step_takes_its_samples_with_it(train, layout):
+    """Every rank passes over the same samples; weights that stay as they are make losses comparable."""
+    flags = "--num-layers 1 --global-batch-size 2 --eval-iters 0 --lr 1e-30 --min-lr 0"
+    straight = train(flags, steps=3)
+    skipping = train(f"{flags} --iterations-to-skip 2 {layout}", 2, steps=3)
+    assert skipping.iterations == [1, 3]
+    first, second, third = straight.loss("loss")
+    assert skipping.loss("loss") == pytest.approx([first, third], rel=2e-6)
+    assert second != pytest.approx(third, rel=1e-3)
+
+
 def test_weights_that_overflowed_are_not_saved():
     def check(bad: float) -> str:
         weights = [torch.ones(3), torch.ones(2, 2)]

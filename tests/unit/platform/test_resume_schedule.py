@@ -27,6 +27,17 @@ def test_a_warm_up_that_is_a_fraction_follows_the_length():
     resume_schedule.check(longer, SAVED, one_side_wins=False)
 
 
+@pytest.mark.parametrize(("saved", "now"), [(128, 256), (128, 384), (24, 7), (512, 96)])
+def test_a_warm_up_in_steps_follows_the_batch_size(saved, now):
+    """configs/recipe/pretrain.yaml: 1000 of 300000 steps; a schedule counts them in samples."""
+    before, after = (SAVED | {"lr_warmup_steps": 1000 * batch, "lr_decay_steps": 300_000 * batch,
+                              "wd_incr_steps": 300_000 * batch} for batch in (saved, now))
+    assert "lr_warmup_steps" in resume_schedule.changed_lengths(after, before)
+    resume_schedule.check(after, before, one_side_wins=False)
+    with pytest.raises(ValueError, match="lr_warmup_steps"):
+        resume_schedule.check(after | {"lr_warmup_steps": 1000 * now + 1}, before, one_side_wins=False)
+
+
 def test_another_warm_up_is_refused():
     with pytest.raises(ValueError, match=r"--lr-warmup-iters.*lr_warmup_steps = 30, but .* saved with 10"):
         resume_schedule.check(SAVED | {"lr_warmup_steps": 30}, SAVED, one_side_wins=False)
