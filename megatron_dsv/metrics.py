@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
 
-MEAN, SUM, MAX, LAST = "mean", "sum", "max", "last"
+MEAN, SUM, LAST = "mean", "sum", "last"
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,10 @@ class Metric:
 
     Attributes:
         unit: of the value; ``1`` for shares and losses.
-        reduction: how values recorded since the last report combine, over steps and then over ranks: mean, sum, max,
-            or last (the same on every rank).
+        reduction: how the values of the steps since the last report combine: mean, sum, or last. A recorded value is
+            already the whole model's, the same on every rank.
         help: what it says, for ``dsv report`` and the documentation.
-        per_layer: whether it is also recorded layer by layer, as ``dsv/layer_003/recall``.
+        per_layer: whether it is also logged layer by layer, under the name that ``of_layer`` gives.
     """
 
     unit: str
@@ -61,56 +60,45 @@ def lookup(name: str) -> Metric:
     return METRICS[name]
 
 
+def of_layer(name: str, layer: int) -> str:
+    """``dsv/layer_003/recall``: the name of one layer's value of a metric.
+
+    Raises:
+        ValueError: an unknown name, or a metric that has no layers.
+    """
+    if not lookup(name).per_layer:
+        raise ValueError(f"{name} is not logged by layer, got layer {layer}")
+    return f"dsv/layer_{layer:03d}/{name.removeprefix('dsv/')}"
+
+
 class Recorder:
     """Collects values between two reports; nothing waits for the device before ``report``."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, int | None], list[Tensor]] = {}
+        self._values: dict[str, list[Tensor]] = {}
 
-    def record(self, name: str, value: float | Tensor, *, layer: int | None = None) -> None:
+    def record(self, name: str, value: float | Tensor) -> None:
         """Add a value.
 
         Args:
-            name: a row of ``METRICS``.
+            name: a row of ``METRICS``; ValueError for any other.
             value: a number, or a tensor of one element on any device; detached here.
-            layer: global layer number, for metrics that have layers.
-
-        Raises:
-            ValueError: an unknown name, or a layer for a metric that has none.
         """
-        if not lookup(name).per_layer and layer is not None:
-            raise ValueError(f"{name} is not recorded by layer, got layer {layer}")
+        lookup(name)
         tensor = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(value)
-        self._values.setdefault((name, layer), []).append(tensor.double())
+        self._values.setdefault(name, []).append(tensor.double())
 
-    def report(self, group: ProcessGroup | None = None) -> dict[str, float]:
-        """Combine what was recorded since the last report, and start over.
-
-        Args:
-            group: ranks whose values combine; every rank of it must have recorded the same metrics. None: this rank's.
-
-        Returns:
-            value by name; a layer's is called ``dsv/layer_003/recall``.
-        """
-        result = {}
-        for (name, layer), values in sorted(self._values.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-            shown = name if layer is None else f"dsv/layer_{layer:03d}/{name.removeprefix('dsv/')}"
-            result[shown] = _combine(torch.stack([value.to(values[-1].device) for value in values]),
-                                     METRICS[name].reduction, group)
+    def report(self) -> dict[str, float]:
+        """Combine what was recorded since the last report, and start over: value by name."""
+        result = {name: _combine(torch.stack([value.to(values[-1].device) for value in values]),
+                                 METRICS[name].reduction)
+                  for name, values in sorted(self._values.items())}
         self._values = {}
         return result
 
 
-def _combine(values: Tensor, reduction: str, group: ProcessGroup | None) -> float:
-    """[n] recorded values -> one number over steps and ranks."""
+def _combine(values: Tensor, reduction: str) -> float:
+    """[n] recorded values -> one number."""
     if reduction == LAST:
         return values[-1].item()
-    if reduction == MAX:
-        largest = values.max()
-        if group is not None:
-            torch.distributed.all_reduce(largest, op=ReduceOp.MAX, group=group)
-        return largest.item()
-    totals = torch.stack((values.sum(), values.new_tensor(float(len(values)))))
-    if group is not None:
-        torch.distributed.all_reduce(totals, group=group)
-    return (totals[0] / totals[1] if reduction == MEAN else totals[0]).item()
+    return (values.mean() if reduction == MEAN else values.sum()).item()

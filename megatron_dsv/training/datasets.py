@@ -128,10 +128,11 @@ class DatasetProvider:
         if not valid or not args.eval_iters:
             return training, None, None
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-        # Megatron starts evaluation where the last one ended, also after a change of --train-iters.
-        length = max(num_samples[1], args.consumed_valid_samples + num_samples[1]) + batch
-        return training, ValidationDataset(self._latents, valid, pass_size=args.eval_iters * batch, length=length,
-                                           group_size=batch), None
+        # Every evaluation is one whole pass. Megatron would start where the evaluations so far, by their number times
+        # the present batch size, should have ended: amid a pass, after a change of that size.
+        args.consumed_valid_samples = 0
+        return training, ValidationDataset(self._latents, valid, pass_size=args.eval_iters * batch,
+                                           length=num_samples[1] + batch, group_size=batch), None
 
 
 def _item(latents: Tensor, text: Tensor, noise: Tensor, timestep: float, index: int) -> dict[str, Any]:

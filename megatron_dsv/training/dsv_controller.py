@@ -130,7 +130,7 @@ class DSVController:
             {number: self._learning_rate(attention) for number, attention in self.attentions.items()})
         self.recorder.record("dsv/predictor_loss", done.loss)
         self.recorder.record("dsv/predictor_grad_norm", done.grad_norm)
-        self.recorder.record("dsv/predictor_skipped_layers", len(done.skipped_layers))
+        self.recorder.record("dsv/predictor_skipped_layers", done.skipped_layers)
         if self.profiles_now:
             self._absorb_profiles()
             self.profiled_at = self._step

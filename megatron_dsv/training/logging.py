@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.metrics import METRICS, of_layer
 from megatron_dsv.sparsity.schedule import Stage
-from megatron_dsv.training.dsv_controller import LayerReport
+from megatron_dsv.training.dsv_controller import DSVController, LayerReport
 from megatron_dsv.training.flops import forward_flops, peak_tflops
 from megatron_dsv.training.run import TrainingRun
 
@@ -40,7 +41,8 @@ def install(run: TrainingRun) -> None:
         result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if due:
             _write(_numbers(run, work, seconds), iteration)
-            work = _Work()
+            # Megatron's timer runs on after a launch's first step.
+            work = work if kwargs.get("is_first_iteration") else _Work()
         if run.controller is not None and run.controller.profiled_at == iteration - 1:
             _write_layers(run.controller.layer_reports, iteration)
             warning = low_recall_warning(run.dsv, run.controller.layer_reports)
@@ -86,10 +88,17 @@ class _Work:
         if controller is None:
             return self
         tokens = controller.num_tokens
-        kept = [report.keep_ratio if report.sparse else 1.0 for report in controller.layer_reports] or None
         return _Work(self.tokens + samples * tokens,
                      self.dense + 3 * samples * forward_flops(run.args, tokens),
-                     self.useful + 3 * samples * forward_flops(run.args, tokens, kept))
+                     self.useful + 3 * samples * forward_flops(run.args, tokens, _kept_shares(controller)))
+
+
+def _kept_shares(controller: DSVController) -> list[float] | None:
+    """Share of key blocks that each layer of the model reads; None for all of them."""
+    window = controller.dsv.window_fraction
+    if window is not None:
+        return [window**3] * controller.num_layers
+    return [report.keep_ratio if report.sparse else 1.0 for report in controller.layer_reports] or None
 
 
 def _numbers(run: TrainingRun, work: _Work, seconds: float) -> dict[str, float]:
@@ -140,8 +149,8 @@ def _write_layers(reports: list[LayerReport], iteration: int) -> None:
         f"keep {report.keep_ratio:.3f}  recall {report.recall:.3f}" for report in reports)
     training.print_rank_last(f" profile at step {iteration}:{rows}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    numbers = {f"dsv/layer_{report.layer:03d}/{name}": float(getattr(report, name)) for report in reports
-               for name in ("sparse", "sparsity", "keep_ratio", "recall")}
+    numbers = {of_layer(name, report.layer): float(getattr(report, name.removeprefix("dsv/"))) for report in reports
+               for name, metric in METRICS.items() if metric.per_layer}
     for name, value in numbers.items():
         if writer:
             writer.add_scalar(name, value, iteration)

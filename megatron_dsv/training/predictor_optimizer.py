@@ -18,12 +18,12 @@ from megatron_dsv.transformer.predictor import LowRankPredictor
 
 @dataclass(frozen=True)
 class PredictorStep:
-    """What one update did: mean loss and gradient norm over the predictors of the whole model, this stage's layers left
-    out for a non-finite gradient."""
+    """What one update did, over the predictors of the whole model: mean loss, gradient norm, and the number of layers
+    left out for a non-finite gradient."""
 
     loss: Tensor
     grad_norm: Tensor
-    skipped_layers: list[int]
+    skipped_layers: Tensor
 
 
 class PredictorOptimizer:
@@ -81,10 +81,11 @@ class PredictorOptimizer:
                 self._apply(self.predictors[layer], learning_rates[layer])
             self.predictors[layer].clear()
         means = losses / losses.new_tensor([max(count, 1) for count in counts])
-        used = losses.new_tensor([float(sum(count > 0 for count in counts))])
-        totals = torch.cat([means.sum()[None], used])
+        used = float(sum(count > 0 for count in counts))
+        totals = torch.cat([means.sum()[None], losses.new_tensor([used, float(len(bad))])])
         torch.distributed.all_reduce(totals, group=self.model_group)
-        return PredictorStep(totals[0] / totals[1].clamp_min(1), norm, bad)
+        # Each tensor-parallel rank has counted the layers of its stage.
+        return PredictorStep(totals[0] / totals[1].clamp_min(1), norm, totals[2] / self.tensor_group.size())
 
     def _non_finite_layers(self, layers: Sequence[int]) -> list[int]:
         """Layers with a NaN or infinite gradient on some rank of the data- or tensor-parallel group."""

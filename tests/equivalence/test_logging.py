@@ -116,6 +116,11 @@ def test_stdout(run):
     assert len(re.findall(r"^ profile at step [135]:$", text, re.MULTILINE)) == 3
     printed = [float(value) for value in re.findall(r"\| loss: (\S+) \|", text)]
     first, second, *others = log.loss("loss")
+    per_step = [float(seconds) / 1e3 for seconds in re.findall(r"elapsed time per iteration \(ms\): (\S+)", text)]
+    rates = [float(rate) for rate in re.findall(r"dsv/tokens_per_second: (\S+)", text)]
+    # Four samples of 3 x 4 x 6 tokens a step; the second line's time is that of two steps.
+    tokens = [seconds * rate for seconds, rate in zip(per_step, rates, strict=True)]
+    assert tokens == pytest.approx([288] * STEPS, rel=0.3)
     # Megatron's second line is a mean that begins with the first step, which had a line of its own.
     assert printed == pytest.approx([first, (first + second) / 2, *others], rel=1e-6)
 

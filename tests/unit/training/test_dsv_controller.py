@@ -67,7 +67,8 @@ def _bad_gradient_on_one_rank():
     controller.end_step()
     kept = all(torch.equal(weight, old) for weight, old in zip(first.weights(), before[0], strict=True))
     moved = not any(torch.equal(weight, old) for weight, old in zip(second.weights(), before[1], strict=True))
-    return kept, moved, [weight.sum().item() for weight in second.weights()]
+    skipped = controller.recorder.report()["dsv/predictor_skipped_layers"]
+    return kept, moved, skipped, [weight.sum().item() for weight in second.weights()]
 
 
 def test_a_bad_gradient_on_one_rank_costs_every_rank_the_same_update():
@@ -75,3 +76,25 @@ def test_a_bad_gradient_on_one_rank_costs_every_rank_the_same_update():
     assert first == second
     assert first[0], "the layer with the bad gradient must keep its weights on both ranks"
     assert first[1], "the other layer must learn"
+    assert first[2] == 1
+
+
+def _bad_gradient_of_one_stage():
+    """Two ranks as two pipeline stages, the first with a bad gradient in both of its layers."""
+    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    block = _controller(1)
+    alone = [torch.distributed.new_group([stage]) for stage in range(2)][rank]
+    controller = DSVController(block.attentions.values(), block.dsv, DSVGroups(alone, alone, world, world), 2,
+                               Recorder())
+    controller.begin_micro_batch(0, 64)
+    if rank == 0:
+        for attention in controller.attentions.values():
+            attention.predictor.grads()[0].fill_(math.nan)
+    controller.end_step()
+    return controller.recorder.report()["dsv/predictor_skipped_layers"]
+
+
+def test_every_rank_counts_the_skipped_layers_of_all_stages():
+    assert run_ranks(_bad_gradient_of_one_stage, 2) == [2, 2]

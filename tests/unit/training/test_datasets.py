@@ -1,0 +1,34 @@
+"""What Megatron's data set provider hands out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dsv.data.latent_dataset import LatentDataset
+from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.training.arguments import dry_parse
+from megatron_dsv.training.datasets import DatasetProvider
+
+
+def provided(data: Path, *flags: str, consumed: int = 0) -> tuple[Any, Any]:
+    """(arguments, validation set) of a launch that has trained and evaluated before."""
+    args = dry_parse(["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "8", "--lr", "1e-4",
+                      "--eval-iters", "2", "--latent-valid-samples", "6", "--latent-data", str(data), *flags], 1)
+    args.consumed_valid_samples = consumed
+    _, validation, _ = DatasetProvider(args, LatentDataset(data, text_length=16))((8, 16, 0))
+    return args, validation
+
+
+@pytest.mark.parametrize(("batch", "consumed"), [(4, 0), (4, 6)])
+def test_an_evaluation_begins_at_the_start_of_a_pass(tmp_path, batch, consumed):
+    """Also where the samples evaluated so far are no multiple of the batch, as after a change of its size."""
+    data = write_latents(tmp_path, [(3, 8, 12)] * 6 + [(1, 4, 6)] * 6)
+    args, validation = provided(data, "--global-batch-size", str(batch), consumed=consumed)
+    # Megatron's sampler starts there.
+    begin = args.consumed_valid_samples
+    for start in range(begin, begin + 16, batch):
+        shapes = {tuple(validation[index]["latents"].shape) for index in range(start, start + batch)}
+        assert len(shapes) == 1, "the samples of a global batch share a shape"
+    assert [validation[begin + index]["index"] for index in range(8)] == list(range(8))
+    assert len(validation) >= begin + 16
