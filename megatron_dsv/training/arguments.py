@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
 from megatron_dsv.training import run_folders
+from megatron_dsv.training.dry_run import asked_for
 from megatron_dsv.training.host_checks import check_host
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
@@ -186,6 +187,10 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
     args.expanded_argv = expansion.argv
     args.launch_settings = settings
     args.launch_gpus = expansion.gpus
+    if args.dry_run and not asked_for(argv):
+        # The program looks for it before it reads any file.
+        raise ValueError("--dry-run must stand on the command line, got it from a configuration file; add the flag, or "
+                         "drop the key `dry-run` to start the run")
     validate(args, check_files=False)
     run_folders.check_flags(args)
     if check_files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dsv.config_fields import check_fields, knob
+from megatron_dsv.config_fields import check_fields, flag_of, knob
 
 
 @dataclass(frozen=True)
@@ -27,3 +27,7 @@ class TrainingConfig:
     def validate(self) -> None:
         """Check every field; ValueError with one line that names the flag, what is allowed and what it got."""
         check_fields(self)
+        for name in ("dry_run_gpus", "dry_run_cluster"):
+            if getattr(self, name) is not None and not self.dry_run:
+                raise ValueError(f"{flag_of(name)} needs --dry-run, got {getattr(self, name)} without it; add --dry-run "
+                                 "to try this launch, or drop it to start the run")

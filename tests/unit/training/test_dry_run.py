@@ -126,3 +126,21 @@ def test_without_a_number_the_configuration_file_says_it(data, tmp_path, capsys)
 def test_a_cluster_that_is_none_names_the_flag_that_asked_for_it(data):
     with pytest.raises(ValueError, match="--dry-run-cluster: no cluster 'nowhere'"):
         dry_run.run(flags(data, "--dry-run-gpus", "1", "--dry-run-cluster", "nowhere"))
+
+
+@pytest.mark.parametrize(("more", "key", "message"), [
+    (["--dry-run-gpus", "8"], "", "--dry-run-gpus needs --dry-run, got 8 without it; add --dry-run"),
+    (["--dry-run-cluster", "h800"], "", "--dry-run-cluster needs --dry-run, got h800 without it"),
+    ([], "dry-run: true", "--dry-run must stand on the command line, got it from a configuration file"),
+    ([], "dry-run-gpus: 8", "--dry-run-gpus needs --dry-run, got 8 without it"),
+])
+def test_what_asks_for_a_trial_never_starts_a_run(data, tmp_path, capsys, monkeypatch, more, key, message):
+    monkeypatch.setattr("megatron_dsv.training.main._train", lambda args: pytest.fail("a run was started"))
+    argv = [flag for flag in flags(data, *more) if flag != "--dry-run"]
+    if key:
+        (tmp_path / "more.yaml").write_text(key)
+        argv += ["--config", str(tmp_path / "more.yaml")]
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
