@@ -49,7 +49,6 @@ class LatentDataset(Dataset[dict[str, Any]]):
         buckets: record numbers by latent shape (C, T, H, W), both ascending.
         checksums: sha256 of each record's file.
         codec_description, text_description: what ``codec_from_description`` and ``text_encoder_from_description`` take.
-        fingerprint: sha256 of the index; equal for equal data in equal order.
         truncated_texts: records whose text is longer than ``text_length``.
 
     Raises:
@@ -60,7 +59,6 @@ class LatentDataset(Dataset[dict[str, Any]]):
         self.root = Path(root)
         manifest = dataset_folder.read_dataset_json(self.root, _FLAG)
         self._records = _read_index(self.root, manifest)
-        self.fingerprint: str = manifest["index_sha256"]
         self.codec_description: dict[str, Any] = manifest["settings"]["codec"]
         self.text_description: dict[str, Any] = manifest["settings"]["text_encoder"]
         self.text_length = int(self.text_description["max_tokens"] if text_length is None else text_length)

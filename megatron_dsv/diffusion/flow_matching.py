@@ -34,9 +34,3 @@ def interpolate(latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
     """The training target d x_t / d t = noise - x_0, fp32 [b, ...]."""
     return noise.float() - latents.float()
-
-
-def data_from_velocity(noisy: Tensor, predicted: Tensor, timesteps: Tensor) -> Tensor:
-    """The x_0 that a predicted velocity points to: x_t - t v, fp32 [b, ...]."""
-    t = timesteps.float().reshape(-1, *[1] * (noisy.dim() - 1))
-    return noisy.float() - t * predicted.float()

@@ -31,8 +31,8 @@ def timestep_grid(steps: int, shift: float = 1.0) -> list[float]:
 
 
 @torch.no_grad()
-def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.0, guidance_scale: float = 1.0,
-           on_step: Callable[[int, Tensor], None] | None = None) -> Tensor:
+def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.0,
+           guidance_scale: float = 1.0) -> Tensor:
     """Follow the predicted velocity from noise to data.
 
     Args:
@@ -41,7 +41,6 @@ def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.
         steps: evaluations of the model (twice as many if guided).
         shift: of the timestep grid; the one trained with, or higher for larger frames.
         guidance_scale: v = v_without + scale (v_with - v_without); 1 evaluates only with the caption.
-        on_step: called with (steps done, x fp32) after every step.
 
     Returns:
         latents fp32 [b, ...].
@@ -51,13 +50,11 @@ def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.
     """
     grid = timestep_grid(steps, shift)
     x = noise.float()
-    for number, (now, following) in enumerate(pairwise(grid)):
+    for now, following in pairwise(grid):
         t = torch.full((x.shape[0],), now, dtype=torch.float32, device=x.device)
         v = model(x, t, True).float()
         if guidance_scale != 1.0:
             without = model(x, t, False).float()
             v = without + guidance_scale * (v - without)
         x = x + (following - now) * v
-        if on_step is not None:
-            on_step(number + 1, x)
     return x

@@ -107,10 +107,6 @@ class VideoDiT(MegatronModule):
         """Megatron's pipeline hook: the hidden states received from the stage before."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def padded_length(self, latent_shape: tuple[int, int, int]) -> int:
-        """Tokens of a latent video (T, Y, X) with the padded tail: the length that pipeline stages exchange."""
-        return self.layout(latent_shape).padded_length
-
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Megatron's distributed-checkpoint hook: conditioning layers are one copy among all pipeline stages."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

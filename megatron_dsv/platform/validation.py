@@ -25,58 +25,37 @@ def evaluate_and_report(
     pg_collection: Any = None,
     p2p_communicator: Any = None,
 ) -> None:
-    """Evaluate every validation set and report its losses, one line and one scalar per name.
+    """Evaluate the validation set and report its losses, one line and one scalar per name.
 
-    Same parameters as Megatron's function. Scalars are called "<name> validation[-<set>]", as Megatron's are, and
-    "... vs samples" over consumed samples (TensorBoard only). A time limit that is hit on the way ends it silently;
-    Megatron prints that itself.
-
-    Raises:
-        NotImplementedError: `--log-validation-ppl-to-tensorboard`, `--full-validation`.
-        ValueError: `--validation-set-names` without as many sets.
+    Same parameters as Megatron's function. Scalars are called "<name> validation", as Megatron's are, and "... vs
+    samples" over consumed samples (TensorBoard only). A time limit that is hit on the way ends it silently; Megatron
+    prints that itself. Several validation sets, whole ones and perplexities are refused when flags are checked.
     """
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
     args = get_args()
-    if args.log_validation_ppl_to_tensorboard:
-        raise NotImplementedError("--log-validation-ppl-to-tensorboard: a diffusion loss has no perplexity; drop it")
-    if args.full_validation:
-        raise NotImplementedError("--full-validation is not supported: give --eval-iters")
-    iterators = data_iterator if args.multiple_validation_sets else [data_iterator]
-    counts = args.eval_iters if args.multiple_validation_sets else [args.eval_iters]
     writer = get_tensorboard_writer() if write_to_tensorboard else None
-    for suffix, iterator, count in zip(_suffixes(args, len(iterators)), iterators, counts):
-        losses, non_loss_data, out_of_time = training.evaluate(
-            forward_step_func, iterator, model, process_non_loss_data_func, config, verbose, non_loss_data_func,
-            eval_iters=count, pg_collection=pg_collection, p2p_communicator=p2p_communicator,
-        )
-        if out_of_time:
-            return
-        # A timestep bin that the evaluation never hit is 0 / 0.
-        found = {name: float(loss) for name, loss in losses.items()}
-        values = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
-        _write(values, suffix, iteration, args.consumed_train_samples, writer, get_wandb_writer())
-        if process_non_loss_data_func is not None and writer and training.is_last_rank():
-            process_non_loss_data_func(non_loss_data, iteration, writer)
-        line = f" validation{suffix} loss at {prefix} | "
-        line += "".join(f"{name} value: {value:.6E} | " for name, value in values.items())
-        rule = "-" * len(line)
-        training.print_rank_last(f"{rule}\n{line}\n{rule}")
+    losses, non_loss_data, out_of_time = training.evaluate(
+        forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose, non_loss_data_func,
+        eval_iters=args.eval_iters, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
+    if out_of_time:
+        return
+    # A timestep bin that the evaluation never hit is 0 / 0.
+    found = {name: float(loss) for name, loss in losses.items()}
+    values = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
+    _write(values, iteration, args.consumed_train_samples, writer, get_wandb_writer())
+    if process_non_loss_data_func is not None and writer and training.is_last_rank():
+        process_non_loss_data_func(non_loss_data, iteration, writer)
+    line = f" validation loss at {prefix} | "
+    line += "".join(f"{name} value: {value:.6E} | " for name, value in values.items())
+    rule = "-" * len(line)
+    training.print_rank_last(f"{rule}\n{line}\n{rule}")
 
 
-def _suffixes(args: Any, count: int) -> list[str]:
-    if not args.multiple_validation_sets:
-        return [""]
-    names = args.validation_set_names or [str(index) for index in range(count)]
-    if len(names) != count:
-        raise ValueError(f"--validation-set-names must name the {count} validation sets, got {names}")
-    return [f"-{name}" for name in names]
-
-
-def _write(values: dict[str, float], suffix: str, iteration: int, samples: int, writer: Any, wandb: Any) -> None:
+def _write(values: dict[str, float], iteration: int, samples: int, writer: Any, wandb: Any) -> None:
     for name, value in values.items():
         if writer:
-            writer.add_scalar(f"{name} validation{suffix}", value, iteration)
-            writer.add_scalar(f"{name} validation{suffix} vs samples", value, samples)
+            writer.add_scalar(f"{name} validation", value, iteration)
+            writer.add_scalar(f"{name} validation vs samples", value, samples)
         if wandb:
-            wandb.log({f"{name} validation{suffix}": value}, iteration)
+            wandb.log({f"{name} validation": value}, iteration)

@@ -57,16 +57,6 @@ class GroupProfile:
         """[3, h] in the order of ``FIELDS``; NaN where nothing was sampled (recall without a selection)."""
         return self.sums / self.counts
 
-    def mean(self, field: str) -> Tensor:
-        """[h], one row of ``means``.
-
-        Raises:
-            ValueError: a name outside ``FIELDS``.
-        """
-        if field not in FIELDS:
-            raise ValueError(f"profile field must be one of {', '.join(FIELDS)}, got {field!r}")
-        return self.means()[FIELDS.index(field)]
-
 
 def update_running(running: Tensor, observed: Tensor, momentum: float = 0.9) -> Tensor:
     """``momentum * running + (1 - momentum) * observed``, entry by entry (DSV, section 2.3).

@@ -22,11 +22,6 @@ class Stage(StrEnum):
     SPARSE = "sparse"
     AUTO = "auto"
 
-    @property
-    def has_predictor(self) -> bool:
-        """Whether predictors are built and trained."""
-        return self is not Stage.DENSE
-
 
 @dataclass(frozen=True)
 class LayerState:

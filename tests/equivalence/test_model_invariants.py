@@ -143,11 +143,11 @@ def _token_order_changes_nothing():
     base = _model(groups, {"dsv_q_block_size": 16})
     inputs = _inputs(SHAPE)
     expected = _run(base, inputs)
-    lengths = {base.padded_length(SHAPE)}
+    lengths = {base.layout(SHAPE).padded_length}
     for name, dsv in LAYOUTS.items():
         other = _model(groups, dsv, like=base)
         _assert_same(_run(other, inputs), expected, name)
-        lengths.add(other.padded_length(SHAPE))
+        lengths.add(other.layout(SHAPE).padded_length)
     assert len(lengths) == 3, "the layouts must differ in padding"
 
 

@@ -1,15 +1,13 @@
-"""Clips and buckets, captions, the held-out split, and batches."""
+"""Clips and buckets, captions, and the held-out split."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dsv.data.batch import collate
 from megatron_dsv.data.captions import Caption, Captions
 from megatron_dsv.data.clip_plan import PixelBucket, choose_bucket, clip_starts, parse_bucket
 from megatron_dsv.data.holdout import held_out_records, split_buckets
@@ -105,20 +103,3 @@ def test_split_keeps_its_records_as_the_data_set_grows() -> None:
     assert len(before & {larger[record] for record in held_out_records(larger, 10)}) >= 9
     with pytest.raises(ValueError, match=r"--latent-valid-samples must be in 0\.\.2 for .* 3 samples, got 3"):
         held_out_records(small[:3], 3)
-
-
-def test_batch_stacks_in_order_and_refuses_mixtures() -> None:
-    samples = [{"latents": torch.full((1, 1, 2, 2), float(n)), "text": torch.ones(3, 4) * n, "text_length": n,
-                "record": 7 - n} for n in range(3)]
-    batch = collate(samples)
-    assert batch["latents"][:, 0, 0, 0, 0].tolist() == [0, 1, 2]
-    assert batch["text"][2].eq(2).all()
-    assert batch["record"].tolist() == [7, 6, 5]
-    assert batch["text_length"].dtype == torch.int64
-    samples[1]["latents"] = torch.zeros(1, 2, 2, 2)
-    with pytest.raises(ValueError, match=r"one shape bucket, got latents of shapes \[1, 1, 2, 2\], \[1, 2, 2, 2\]"):
-        collate(samples)
-    with pytest.raises(ValueError, match="at least one sample, got none"):
-        collate([])
-    with pytest.raises(ValueError, match="must have the keys"):
-        collate([samples[0], {"latents": samples[0]["latents"]}])

@@ -72,10 +72,7 @@ def test_bf16_models_are_integrated_in_fp32():
     assert out.item() == pytest.approx(1 - torch.tensor(1e-3).bfloat16().item(), abs=1e-5)
 
 
-def test_progress_and_misuse():
-    done = []
-    sample(lambda x, t, with_text: x, torch.ones(1, 1), steps=3, on_step=lambda number, x: done.append(number))
-    assert done == [1, 2, 3]
+def test_misuse():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         timestep_grid(0)
     with pytest.raises(ValueError, match="shift must be above 0, got 0"):

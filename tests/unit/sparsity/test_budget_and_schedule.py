@@ -104,7 +104,6 @@ def test_states_survive_a_checkpoint():
 
 def test_stages():
     assert tuple(Stage) == STAGES
-    assert [stage.has_predictor for stage in Stage] == [False, True, True, True]
     on, off = LayerState(sparse=True), LayerState()
     assert [attends_sparsely(stage, on) for stage in Stage] == [False, False, True, True]
     assert [attends_sparsely(stage, off) for stage in Stage] == [False, False, True, False]
