@@ -205,6 +205,9 @@ def _parse_and_validate(argv: Sequence[str], *, check_files: bool,
     if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
         # Megatron insists on it for TP and CP before Blackwell; it only acts if set before CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if args.skip_train and args.train_iters is None and args.train_samples is None:
+        # Megatron sizes the training set by it, which nothing reads.
+        args.train_iters = 1
     with _megatron_errors(args):
         validate_args(args, {})
         # What these configurations refuse would otherwise end a launch after its ranks have met.

@@ -29,5 +29,5 @@ class TrainingConfig:
         check_fields(self)
         for name in ("dry_run_gpus", "dry_run_cluster"):
             if getattr(self, name) is not None and not self.dry_run:
-                raise ValueError(f"{flag_of(name)} needs --dry-run, got {getattr(self, name)} without it; add --dry-run "
-                                 "to try this launch, or drop it to start the run")
+                raise ValueError(f"{flag_of(name)} needs --dry-run, got {getattr(self, name)} without it; add "
+                                 "--dry-run to try this launch, or drop it to start the run")

@@ -117,7 +117,7 @@ class DatasetProvider:
         """Training and validation sets for (train, valid, test) sample numbers; there is no test set."""
         args = self._args
         train, valid = split_buckets(self._latents.buckets, self._latents.checksums, args.latent_valid_samples)
-        if len(train) > 1 and args.consumed_train_samples % args.global_batch_size:
+        if len(train) > 1 and not args.skip_train and args.consumed_train_samples % args.global_batch_size:
             raise SampleOrderError(
                 f"--global-batch-size must divide the {args.consumed_train_samples} samples consumed so far, got "
                 f"{args.global_batch_size}: with several shapes, the samples of a global batch share one")

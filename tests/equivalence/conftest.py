@@ -32,9 +32,10 @@ def mixed_latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(latents: Path) -> Callable[..., RunLog]:
     """train(flags, ranks, steps=..., data=..., main=...) -> RunLog; ``main`` may wrap the program to watch it."""
 
-    def run(flags: str, ranks: int = 1, *, steps: int = 5, data: Path = latents, keep_state: bool = False,
+    def run(flags: str, ranks: int = 1, *, steps: int | None = 5, data: Path = latents, keep_state: bool = False,
             main: Any = ENTRY) -> RunLog:
-        argv = [*FLAGS, "--latent-data", str(data), "--train-iters", str(steps), *flags.split()]
+        length = [] if steps is None else ["--train-iters", str(steps)]
+        argv = [*FLAGS, "--latent-data", str(data), *length, *flags.split()]
         return run_pretrain(argv, ranks, keep_state=keep_state, main=main)
 
     return run

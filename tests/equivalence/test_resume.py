@@ -103,6 +103,14 @@ def test_the_gate_moves_where_the_straight_run_moves_it(straight):
     assert counts[-1] == 2
 
 
+def test_evaluation_alone_needs_no_length(train, tmp_path):
+    flags = "--num-layers 1 --global-batch-size 2 --eval-iters 2 --ema-decay 0.9"
+    expected = train(f"{flags} --save {tmp_path} --save-interval 3", steps=3)
+    log = train(f"{flags} --load {tmp_path} --skip-train", steps=None)
+    assert log.iterations == []
+    assert [values for _, values in log.validation] == [values for _, values in expected.validation]
+
+
 def test_a_longer_run_starts_like_the_shorter(train, straight):
     folder, expected = straight("auto", "one")
     log = train(f"{SMALL} {STAGES['auto']} --ema-decay 0.9 --load {folder} --ckpt-step 3", steps=8)

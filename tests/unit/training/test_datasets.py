@@ -8,14 +8,14 @@ import pytest
 from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.testing.latents import write_latents
 from megatron_dsv.training.arguments import dry_parse
-from megatron_dsv.training.datasets import DatasetProvider
+from megatron_dsv.training.datasets import DatasetProvider, SampleOrderError
 
 
-def provided(data: Path, *flags: str, consumed: int = 0) -> tuple[Any, Any]:
+def provided(data: Path, *flags: str, consumed: int = 0, trained: int = 0) -> tuple[Any, Any]:
     """(arguments, validation set) of a launch that has trained and evaluated before."""
     args = dry_parse(["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "8", "--lr", "1e-4",
                       "--eval-iters", "2", "--latent-valid-samples", "6", "--latent-data", str(data), *flags], 1)
-    args.consumed_valid_samples = consumed
+    args.consumed_valid_samples, args.consumed_train_samples = consumed, trained
     _, validation, _ = DatasetProvider(args, LatentDataset(data, text_length=16))((8, 16, 0))
     return args, validation
 
@@ -32,3 +32,10 @@ def test_an_evaluation_begins_at_the_start_of_a_pass(tmp_path, batch, consumed):
         assert len(shapes) == 1, "the samples of a global batch share a shape"
     assert [validation[begin + index]["index"] for index in range(8)] == list(range(8))
     assert len(validation) >= begin + 16
+
+
+def test_a_batch_size_that_tears_a_group_is_refused_unless_nothing_is_trained(tmp_path):
+    data = write_latents(tmp_path, [(3, 8, 12)] * 6 + [(1, 4, 6)] * 6)
+    with pytest.raises(SampleOrderError, match="--global-batch-size must divide the 6 samples consumed so far, got 4"):
+        provided(data, "--global-batch-size", "4", trained=6)
+    provided(data, "--global-batch-size", "4", "--skip-train", trained=6)
