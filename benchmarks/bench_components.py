@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,36 @@ def main() -> int:
                         help="what to time; rows of the other parts stay in the output as they were.")
     args = parser.parse_args()
     path = Path(args.output)
-    rows = []
+    facts = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
+             "dtype": "bf16", "versions": versions()}
+    write_as_they_come(path, facts, rows_of_other_parts(path, args.parts, facts), measured(args))
+    return 0
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of the parts that were asked for, each when it has been timed."""
     if "dense" in args.parts:
-        rows += dense_rows(args)
+        yield from dense_rows(args)
     if "sparse" in args.parts:
         for blocks in args.blocks:
             q_block, kv_block = (int(size) for size in blocks.split("x"))
             for keep in args.keep_ratios:
-                rows += sparse_rows(args, q_block, kv_block, keep)
+                yield from sparse_rows(args, q_block, kv_block, keep)
     if "predictor" in args.parts:
-        rows += predictor_rows(args)
-    facts = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
-             "dtype": "bf16", "versions": versions()}
-    document = {**facts, "rows": rows_of_other_parts(path, args.parts, facts) + rows}
+        yield from predictor_rows(args)
+
+
+def write_as_they_come(path: Path, facts: dict[str, Any], kept: list[dict[str, Any]],
+                       rows: Iterable[dict[str, Any]]) -> None:
+    """Prints every row; a run that fails leaves those before beside ``path``, which only a whole run replaces."""
+    partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    found = list(kept)
     for row in rows:
-        print(row)
-    return 0
+        print(row, flush=True)
+        found.append(row)
+        partial.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
+    partial.replace(path)
 
 
 def rows_of_other_parts(path: Path, parts: list[str], facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -147,39 +159,43 @@ def sparse_rows(args: argparse.Namespace, q_block: int, kv_block: int, keep: flo
         *timed("sparse attention", lambda q, k, v: sparse_attention(q, k, v, selection), q, k, v, **facts)]
 
 
-def predictor_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+def predictor_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The loss at the default stride and at one row in 64, all of a layer's learning, and a profile."""
     q, k, _ = (tensor.detach() for tensor in inputs(args))
     scale = args.head_dim**-0.5
-    found = []
     for stride in (256, 64):
         rows = sample_rows(args.tokens, stride, 0, q_block_size=64).cuda()
         q_lr = torch.randn(len(rows), 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16)
         k_lr = torch.randn(args.tokens, 1, args.heads, args.rank, device="cuda", dtype=torch.bfloat16)
         gate(q_lr, k_lr, q[rows], k, scale)
-        found.append({"what": f"predictor loss and gradients, {len(rows)} rows",
-                      "ms": milliseconds(lambda: predictor_loss_and_grads(
-                          q_lr, k_lr, q.index_select(0, rows), k, softmax_scale=scale))})  # noqa: B023
+        yield {"what": f"predictor loss and gradients, {len(rows)} rows",
+               "ms": milliseconds(lambda: predictor_loss_and_grads(
+                   q_lr, k_lr, q.index_select(0, rows), k, softmax_scale=scale))}  # noqa: B023
+    learning, profile = learning_and_profile(args, q, k)
+    yield {"what": "a layer's learning, default stride: rows, projections, rotation, loss, weight gradients",
+           "ms": milliseconds(learning)}
+    yield {"what": "profile of 8 query groups", "ms": milliseconds(profile)}
 
+
+def learning_and_profile(args: argparse.Namespace, q: torch.Tensor,
+                         k: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A layer's predictor learning from q, k [tokens, 1, heads, head size] on their device, and being profiled."""
+    device = q.device
     dsv = DSVConfig(dsv_sparse_stage="predictor", dsv_predictor_rank=args.rank)
     hidden = args.heads * args.head_dim
     heads = range(args.heads)
     predictor = LowRankPredictor(layer_number=1, query_heads=heads, key_heads=heads, channels=hidden, rank=args.rank,
-                                 input_kind="hidden", seed=1, tp_group=None).cuda()
-    x = torch.randn(args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16)
-    angles = torch.rand(args.tokens, args.rank // 2, device="cuda")
-    rope = RopeTables(angles, angles, angles.cos(), angles.sin())
-    length = torch.tensor([args.tokens], dtype=torch.int32)
-    source, selector = PredictorInput(x, x, rope), Selector(dsv, layer_number=1, query_heads=heads,
-                                                            num_kv_heads=args.heads, head_dim=args.head_dim,
-                                                            statistics=LayerStatistics(args.heads, None))
-    common = {"dsv": dsv, "kv_length": length, "softmax_scale": scale, "step": 0,
-              "scheme": LocalScheme(query_heads=heads, proxies=4)}
-    found.append({"what": "a layer's learning, default stride: rows, projections, rotation, loss, weight gradients",
-                  "ms": milliseconds(lambda: learn(predictor, source, q, k, **common))})
-    found.append({"what": "profile of 8 query groups",
-                  "ms": milliseconds(lambda: examine(predictor, source, q, k, selector, **common))})
-    return found
+                                 input_kind="hidden", seed=1, tp_group=None).to(device)
+    x = torch.randn(args.tokens, 1, hidden, device=device, dtype=q.dtype)
+    angles = torch.rand(args.tokens, args.rank // 2, device=device)
+    source = PredictorInput(x, x, RopeTables(angles, angles, angles.cos(), angles.sin()))
+    selector = Selector(dsv, layer_number=1, query_heads=heads, num_kv_heads=args.heads, head_dim=args.head_dim,
+                        dtype=q.dtype, statistics=LayerStatistics(args.heads, None))
+    common = {"dsv": dsv, "kv_length": torch.tensor([args.tokens], dtype=torch.int32),
+              "softmax_scale": args.head_dim**-0.5, "step": 0,
+              "scheme": LocalScheme(query_heads=heads, proxies=dsv.dsv_predictor_proxies)}
+    return (lambda: learn(predictor, source, q, k, **common),
+            lambda: examine(predictor, source, q, k, selector, **common))
 
 
 def gate(q_lr: torch.Tensor, k_lr: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:

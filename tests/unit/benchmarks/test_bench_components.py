@@ -1,5 +1,6 @@
 """What the component benchmark promises: parts merge within one set of versions, and nothing wrong is timed."""
 
+import argparse
 import json
 
 import bench_components
@@ -37,3 +38,29 @@ def test_a_wrong_loss_is_not_timed(monkeypatch, factor):
     else:
         with pytest.raises(ValueError, match="nothing to time"):
             bench_components.gate(*tensors, 0.3)
+
+
+def test_what_is_timed_of_a_predictor_runs():
+    """On the CPU, at a small shape: the objects fit together."""
+    args = argparse.Namespace(tokens=256, heads=2, head_dim=16, rank=4)
+    q, k = torch.randn(2, 256, 1, 2, 16).bfloat16()
+    learning, profile = bench_components.learning_and_profile(args, q, k)
+    learning()
+    profile()
+
+
+def test_rows_before_a_failure_are_kept_beside_the_last_whole_run(tmp_path):
+    path = tmp_path / "new" / "components.json"
+    bench_components.write_as_they_come(path, FACTS, ROWS[:1], iter(ROWS[1:2]))
+    assert json.loads(path.read_text()) == {**FACTS, "rows": ROWS[:2]}
+
+    def failing():
+        yield ROWS[2]
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench_components.write_as_they_come(path, FACTS, [], failing())
+    assert json.loads(path.read_text())["rows"] == ROWS[:2]
+    assert json.loads((path.parent / "components.json.partial").read_text())["rows"] == ROWS[2:3]
+    bench_components.write_as_they_come(path, FACTS, [], iter(ROWS))
+    assert [file.name for file in path.parent.iterdir()] == ["components.json"]
