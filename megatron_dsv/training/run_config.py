@@ -19,8 +19,12 @@ import megatron_dsv
 _PATHS = frozenset({"save", "load", "latent-data", "pretrained-checkpoint", "tensorboard-dir", "wandb-save-dir",
                     "non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-dir", "memory-snapshot-path",
                     "flight-recorder-dump-path", "config-logger-dir", "nccl-communicator-config-path",
-                    "ckpt-convert-save", "te-precision-config-file", "dump-param-to-param-group-map"})
+                    "ckpt-convert-save", "te-precision-config-file", "dump-param-to-param-group-map",
+                    "dsv-cp-calibration"})
 """Settings that name a file or a folder, relative to where the run was launched."""
+
+_PATHS_OR_NAMES = frozenset({"dsv-cp-cluster"})
+"""Settings that name a YAML file by its ending, or else something packaged."""
 
 
 def install(args: argparse.Namespace) -> None:
@@ -75,8 +79,14 @@ def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Pat
 
 
 def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: os.path.abspath(str(value)) if key in _PATHS and "://" not in str(value) else value
+    return {key: os.path.abspath(str(value)) if _is_path(key, str(value)) else value
             for key, value in settings.items()}
+
+
+def _is_path(key: str, value: str) -> bool:
+    if key in _PATHS_OR_NAMES:
+        return value.endswith((".yaml", ".yml"))
+    return key in _PATHS and "://" not in value
 
 
 def _replace(path: Path, text: str) -> None:

@@ -237,3 +237,14 @@ def test_the_written_config_holds_from_any_folder(tmp_path, monkeypatch):
     assert again.latent_data == str(tmp_path / "data")
     assert again.save == str(tmp_path / "launch" / "runs" / "x")
     assert again.tensorboard_dir == "msc://logs/x"
+
+
+@pytest.mark.parametrize(("flag", "given", "repeated"), [
+    ("--dsv-cp-cluster", "h200", "h200"), ("--dsv-cp-cluster", "mine/h800.yaml", "{here}/mine/h800.yaml"),
+    ("--dsv-cp-calibration", "../costs.json", "{above}/costs.json")])
+def test_the_machines_of_plans_are_found_from_any_folder(tmp_path, monkeypatch, flag, given, repeated):
+    (tmp_path / "launch").mkdir()
+    monkeypatch.chdir(tmp_path / "launch")
+    path = write_run_config(dry("--context-parallel-size", "2", flag, given, ranks=2), str(tmp_path / "run"))
+    settings = yaml.safe_load(path.read_text())
+    assert settings[flag[2:]] == repeated.format(here=tmp_path / "launch", above=tmp_path)
