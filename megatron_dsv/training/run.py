@@ -33,6 +33,34 @@ _MAX_GROUP_SHARE = 8
 """A query group of a few times the video serves tests of tiny ones; seven eighths of padding serve nobody."""
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """A width of a model that its data set does not have.
+
+    Attributes:
+        flag: that sets it.
+        wanted: of the model.
+        found: of the data set, in words.
+        made_by: what makes this width of a data set.
+    """
+
+    flag: str
+    wanted: int
+    found: str
+    made_by: str
+
+
+def misfit(latents: LatentDataset, dit: VideoDiTConfig) -> Misfit | None:
+    """The first width that a data set and a model do not share, None for a pair that fits."""
+    for flag, by, wanted, got in (
+            ("--dit-latent-channels", "codec", dit.dit_latent_channels,
+             sorted({shape[0] for shape in latents.buckets})),
+            ("--dit-text-dim", "text encoder", dit.dit_text_dim, [latents.text_dim])):
+        if got != [wanted]:
+            return Misfit(flag, wanted, " or ".join(map(str, got)), by)
+    return None
+
+
 @dataclass
 class TrainingRun:
     """State of a launch.
@@ -117,14 +145,11 @@ class TrainingRun:
             ValueError: the data set's channels or text width are not the model's, too many validation samples, or
                 query groups far longer than the videos.
         """
-        for flag, by, wanted, got in (
-                ("--dit-latent-channels", "codec", self.dit.dit_latent_channels,
-                 sorted({shape[0] for shape in self.latents.buckets})),
-                ("--dit-text-dim", "text encoder", self.dit.dit_text_dim, [self.latents.text_dim])):
-            if got != [wanted]:
-                raise ValueError(f"{flag} must be the data set's {' or '.join(map(str, got))}, got {wanted}; prepare "
-                                 f"{self.latents.root} anew with a {by} of {wanted}, or set the flag, which makes it "
-                                 "another model")
+        other = misfit(self.latents, self.dit)
+        if other is not None:
+            raise ValueError(f"{other.flag} must be the data set's {other.found}, got {other.wanted}; prepare "
+                             f"{self.latents.root} anew with a {other.made_by} of {other.wanted}, or set the flag, "
+                             "which makes it another model")
         if self.args.latent_valid_samples >= len(self.latents):
             raise ValueError(f"--latent-valid-samples must be below the {len(self.latents)} samples of --latent-data, "
                              f"got {self.args.latent_valid_samples}")

@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from megatron_dsv.config import PLANNING
+from megatron_dsv.config_fields import from_args
 from megatron_dsv.platform import compat, cpu
 
 _OF_SEVERAL_RANKS = (*PLANNING, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -36,10 +37,17 @@ def sample_video(options: argparse.Namespace) -> None:
     from megatron_dsv.data.video_io import write_mp4
     from megatron_dsv.diffusion.draws import sampling_noise
     from megatron_dsv.diffusion.sampler import sample
+    from megatron_dsv.models.config import VideoDiTConfig
+    from megatron_dsv.training.run import misfit
 
     folder, weights = checkpoint_folders(Path(options.checkpoint))
     args = run_arguments(folder, options)
     latents = LatentDataset(args.latent_data, text_length=args.dit_text_length)
+    other = misfit(latents, from_args(VideoDiTConfig, args))
+    if other is not None:
+        raise ValueError(f"--latent-data must be a data set for the run's {other.flag} {other.wanted}, got "
+                         f"{latents.root} with {other.found}; name one that fits, or leave the flag out to take the "
+                         "run's own")
     args.latent_shapes = [list(shape) for shape in latents.buckets]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     codec = codec_from_description(latents.codec_description, folder=options.codec_folder, device=device)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dsv.cli.main import main as dsv
+from megatron_dsv.testing.latents import write_latents
 
 FLAGS = ("--num-layers 2 --global-batch-size 2 --eval-iters 0 --dsv-kv-block-size 4 --dsv-sparse-stage auto "
          "--dsv-gate-recall 0.05 --dsv-gate-passes 1 --dsv-budget-mass 0.5 --ema-decay 0.9 --use-distributed-optimizer")
@@ -165,6 +166,17 @@ def test_mistakes_are_one_line(saved, tmp_path, mistake):
     assert err.startswith("dsv sample: error: ")
     assert message in err
     assert not output.exists()
+
+
+@pytest.mark.parametrize(("width", "message"), [
+    ({"text_dim": 32}, "--dit-text-dim 64, got {folder} with 32"),
+    ({"channels": 4}, "--dit-latent-channels 16, got {folder} with 4")])
+def test_another_data_set_must_fit_the_model(saved, tmp_path, width, message):
+    folder = write_latents(tmp_path / "data", [(3, 8, 12)], **width)
+    code, _, err = _dsv(["sample", str(saved), "--prompt", "x", "--output", str(tmp_path / "none.mp4"),
+                         "--latent-data", str(folder)])
+    assert (code, len(err.splitlines())) == (2, 1), err
+    assert "--latent-data must be a data set for the run's " + message.format(folder=folder) in err
 
 
 def test_sparse_needs_predictors_and_ema_needs_an_average(train, tmp_path):
