@@ -56,7 +56,6 @@ class Selector:
         self.head_dim = head_dim
         self.dtype = dtype
         self.statistics = statistics
-        self._windows: dict[tuple, KVSelection] = {}
 
     def keep_ratio(self) -> float:
         """Share of blocks that this layer keeps on average over all heads; NaN before the first profile."""
@@ -84,27 +83,24 @@ class Selector:
 
     def window(self, layout: TokenLayout, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int],
                query_group_ids: Sequence[int]) -> KVSelection:
-        """The window baseline of ``layout`` for these heads and query groups, with its key-major twin.
+        """The window baseline of ``layout`` for these heads and query groups; layers share its tensors.
+
+        With the key-major twin where a backward reads one: of blocks, when these are all heads and groups of the layer.
 
         Args: as of ``__call__``; of ``q_lr`` and ``k_lr`` only the shapes are read.
         """
-        assert self.dsv.window_fraction is not None
-        batch, device = k_lr.shape[1], k_lr.device
-        whole = (layout, batch, device)
-        if whole not in self._windows:
-            self._windows[whole] = window_selection(
-                layout, self.dsv.window_fraction, q_block_size=self.dsv.dsv_q_block_size,
-                kv_block_size=self.dsv.dsv_kv_block_size, b=batch, h=len(self.query_heads), G=self.num_kv_heads,
-                device=device).with_transposed()
-        selection = self._windows[whole]
-        if query_group_ids == range(selection.num_query_groups) and len(head_ids) == len(self.query_heads):
+        dsv, device = self.dsv, k_lr.device
+        assert dsv.window_fraction is not None
+        whole = query_group_ids == range(-(-layout.padded_length // dsv.dsv_q_block_size))
+        selection = window_selection(
+            layout, dsv.window_fraction, q_block_size=dsv.dsv_q_block_size, kv_block_size=dsv.dsv_kv_block_size,
+            b=k_lr.shape[1], h=len(head_ids), G=k_lr.shape[2], device=device,
+            with_twin=whole and len(head_ids) == len(self.query_heads) and dsv.dsv_kv_block_size > 1)
+        if whole:
             return selection
-        # All heads share one list.
         ids = on_device(tuple(query_group_ids), torch.int64, device)
-        rows = (slice(None), slice(len(head_ids)), ids)
-        return replace(selection, row_start=selection.row_start[rows], row_count=selection.row_count[rows],
-                       kv_length=selection.kv_length[:, :k_lr.shape[2]],
-                       num_queries=len(query_group_ids) * selection.q_block_size, transposed=None)
+        return replace(selection, row_start=selection.row_start[:, :, ids], row_count=selection.row_count[:, :, ids],
+                       num_queries=len(query_group_ids) * selection.q_block_size)
 
     def budgets(self, num_blocks: int) -> list[int] | None:
         """Blocks that each local head keeps of ``num_blocks`` valid ones; None before the first profile."""
