@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megatron_dsv.context_parallel.stopwatch import Mark
 from megatron_dsv.kernels.block_scores.api import chunked_block_scores, pool_queries
 from megatron_dsv.kernels.host_values import on_device
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.selection_rules import select
 
 _WAVES = 3
@@ -146,15 +148,19 @@ class TrialBlock:
         """``scheme.Select`` by the budgets."""
         assert self.budgets is not None
         shape = self.shape
-        scores = chunked_block_scores(q_lr, k_lr, kv_block_size=shape.kv_block, proxies=shape.proxies,
-                                      kv_length=shape.tokens, softmax_scale=shape.rank**-0.5)
         whole = group_ids == range(-(-shape.tokens // shape.q_block))
-        return select(
-            scores, rule="topk", num_kv_heads=k_lr.shape[2], num_queries=len(group_ids) * shape.q_block,
-            num_keys=shape.tokens, q_block_size=shape.q_block, kv_block_size=shape.kv_block,
-            head_budgets=[self.budgets[head] for head in head_ids], score_kind="mass", kv_length=shape.tokens,
-            query_length=shape.tokens,
-            query_group_ids=None if whole else on_device(tuple(group_ids), torch.int64, k_lr.device))
+        rows: dict[str, Any] = {
+            "head_budgets": [self.budgets[head] for head in head_ids], "num_queries": len(group_ids) * shape.q_block,
+            "q_block_size": shape.q_block, "kv_length": shape.tokens, "query_length": shape.tokens,
+            "query_group_ids": None if whole else on_device(tuple(group_ids), torch.int64, k_lr.device)}
+        scale = shape.rank**-0.5
+        if shape.kv_block == 1:
+            # As a run selects: scores of single tokens are as many as dense attention's.
+            return token_topk(q_lr, k_lr, **rows, proxies=shape.proxies, softmax_scale=scale)
+        scores = chunked_block_scores(q_lr, k_lr, kv_block_size=shape.kv_block, proxies=shape.proxies,
+                                      kv_length=shape.tokens, softmax_scale=scale)
+        return select(scores, **rows, rule="topk", num_kv_heads=k_lr.shape[2], num_keys=shape.tokens,
+                      kv_block_size=shape.kv_block, score_kind="mass")
 
     def attend(self, pending: Pending) -> Tensor:
         """out [s, 1, h, d]."""

@@ -119,7 +119,7 @@ def _own_block_bound(q_block_size: int, kv_block_size: int) -> int:
 
 def _rule(name: str, score_kind: str, theta: float) -> SelectionRule:
     if name not in RULES:
-        raise ValueError(f"--dsv-selection-rule must be one of {', '.join(sorted(RULES))}, got {name!r}")
+        raise ValueError(f"rule of a selection must be one of {', '.join(sorted(RULES))}, got {name!r}")
     if score_kind not in ("mass", "lse", "max"):
         raise ValueError(f"--dsv-score-reduction must be one of mass, lse, max, got {score_kind!r}")
     if RULES[name].by_mass and score_kind == "max":

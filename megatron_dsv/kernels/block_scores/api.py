@@ -141,7 +141,7 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
 def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1,
                          reduction: str = "mass", kv_length: int | Tensor | None = None,
                          softmax_scale: float | None = None, backend: str = "auto") -> ChunkedScores:
-    """``block_scores``, bit for bit, but computed when consumed, and never all of them at once on ``triton``.
+    """``block_scores``, bit for bit, but computed when consumed, and not all of them at once.
 
     Arguments and errors as in ``block_scores``; a chunk takes part of the heads or of the groups.
     """
@@ -151,7 +151,8 @@ def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, 
     match _resolve("block_scores", backend, q_pooled, k_lr):
         case "reference":
             def chunks() -> Iterator[ScoreChunk]:
-                yield ScoreChunk(0, 0, reference.block_scores(**arguments).flatten(0, 1))
+                for first, scores in reference.score_chunks(**arguments):
+                    yield ScoreChunk(0, first, scores.flatten(0, 1))
         case "triton":
             from megatron_dsv.kernels.block_scores.triton import launch
 

@@ -6,6 +6,8 @@ per query group, Nq query groups, Nk key/value blocks, c groups of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +33,17 @@ def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxi
 def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
                  reduction: str, softmax_scale: float) -> Tensor:
     """fp32 [b, h, Nq, Nk] of q_pooled [Nq * P, b, h, r] and k_lr [sk, b, G, r]; kv_length [b, G]."""
+    parts = [scores for _, scores in score_chunks(q_pooled, k_lr, kv_length, kv_block_size=kv_block_size,
+                                                  proxies=proxies, reduction=reduction, softmax_scale=softmax_scale)]
+    if not parts:
+        shape = (*q_pooled.shape[1:3], 0, -(-k_lr.shape[0] // kv_block_size))
+        return torch.empty(shape, dtype=torch.float32, device=k_lr.device)
+    return torch.cat(parts, dim=2)
+
+
+def score_chunks(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
+                 reduction: str, softmax_scale: float) -> Iterator[tuple[int, Tensor]]:
+    """(first group, fp32 [b, h, groups, Nk]) of the query groups in turn; arguments as of ``block_scores``."""
     rows, b, h, _ = q_pooled.shape
     sk, _, heads_kv, _ = k_lr.shape
     groups = rows // proxies
@@ -40,13 +53,9 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_
     padding = (torch.arange(sk, device=k_lr.device) >= kv_length[..., None])[:, :, None, None, None, :]
     # A chunk holds the logits, their exponentials and a padded copy at once.
     step = max(1, _TEMPORARY_BYTES // (3 * 4 * max(1, b * h * proxies * sk)))
-    parts = []
     for first in range(0, groups, step):
         logits = _logits(queries[:, :, :, first:first + step], keys)
-        parts.append(_reduce(logits, padding, softmax_scale, kv_block_size, reduction))
-    if not parts:
-        return torch.empty((b, h, 0, -(-sk // kv_block_size)), dtype=torch.float32, device=k_lr.device)
-    return torch.cat(parts, dim=3).flatten(1, 2).float()
+        yield first, _reduce(logits, padding, softmax_scale, kv_block_size, reduction).flatten(1, 2).float()
 
 
 def _logits(queries: Tensor, keys: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ reaches theta of the row's, within floor and cap and never without a forced bloc
 23 bits below the row's largest, so that both backends agree on every set. A group that begins at or after its
 query_length keeps nothing; any other row of a head without places (width 0) is dense.
 
+Scores are not asked for where every head is dense.
+
 Backends: ``reference`` (torch), ``triton`` (one launch for each chunk of scores; up to MAX_BLOCKS blocks; CUDA, or
 TRITON_INTERPRET=1 on the CPU), ``auto`` (triton on CUDA where it can serve the request; logged once).
 
@@ -56,8 +58,7 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Ten
                          f"{list(rule.widths)}")
     match _resolve(backend, scores.device.type, nk):
         case "reference":
-            whole = scores if isinstance(scores, Tensor) else scores.whole()
-            rows = reference.select_rows(whole, rule, kv_length, query_length, query_group_ids)
+            rows = reference.select_rows(scores, rule, kv_length, query_length, query_group_ids)
         case "triton":
             from megatron_dsv.kernels.block_selection.triton import launch
             rows = launch.select_rows(scores, rule, kv_length, query_length, query_group_ids)

@@ -1,7 +1,7 @@
 """What the context-parallel benchmark promises: predictions first, gates that go red, exchanges replaced bit by bit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,13 +11,15 @@ from cp import tables
 from cp.block import BlockBench
 from cp.replay import Tape, TapedManager
 
-from megatron_dsv.context_parallel import cluster
+from megatron_dsv.context_parallel import cluster, trial_block
 from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.cost_model import Handling
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
 from megatron_dsv.context_parallel.partial_attention import Kernels
-from megatron_dsv.context_parallel.trial_block import TrialShape
+from megatron_dsv.context_parallel.trial_block import TrialBlock, TrialShape, make_inputs
+from megatron_dsv.kernels.block_scores.api import block_scores
+from megatron_dsv.sparsity.selection_rules import select
 from megatron_dsv.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -49,6 +51,20 @@ def run_case(tmp_path, kernels, sparsity):
     path = tmp_path / f"predictions{dist.get_rank()}.json"
     made.write_predictions(arms, path)
     return made.measure(arms, None), made.failures, json.loads(path.read_text())
+
+
+def test_single_tokens_are_selected_as_a_run_selects_them(monkeypatch):
+    shape = replace(SHAPE, kv_block=1)
+    block = TrialBlock(shape, make_inputs(shape, CPU, torch.float32), None, budgets=(40, 128))
+    q_lr, k_lr = (torch.randn(rows, 1, 2, shape.rank) for rows in (3 * shape.proxies, shape.tokens))
+    scores = block_scores(q_lr, k_lr, kv_block_size=1, proxies=shape.proxies)
+    expected = select(scores, rule="topk", num_kv_heads=2, num_queries=24, num_keys=shape.tokens, q_block_size=8,
+                      kv_block_size=1, head_budgets=[40, 128], query_length=shape.tokens,
+                      query_group_ids=torch.tensor([1, 5, 9]))
+    monkeypatch.setattr(trial_block, "chunked_block_scores", lambda *_, **__: pytest.fail("all scores of tokens"))
+    got = block.select(q_lr, k_lr, range(2), (1, 5, 9))
+    assert torch.equal(got.block_mask(), expected.block_mask())
+    assert torch.equal(got.row_start < 0, expected.row_start < 0)
 
 
 def test_every_arm_is_predicted_checked_and_timed(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores
+from megatron_dsv.kernels.block_scores.api import ChunkedScores, block_scores, chunked_block_scores
 from megatron_dsv.kernels.block_scores.triton import launch as scores_launch
 from megatron_dsv.kernels.block_selection.triton import launch
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
@@ -74,6 +74,13 @@ def test_selecting_chunks_equals_sorting_the_whole_scores(monkeypatch):
         scores = chunked_block_scores(q, k, **scoring, backend="triton")
         assert torch.equal(scores.whole(), whole)
         assert_equal(select(scores, **rule, backend="triton"), expected)
+
+
+def test_dense_rows_ask_for_no_score():
+    scores = ChunkedScores((1, 2, 3, 5), torch.device("cpu"), lambda: pytest.fail("a score was asked for"))
+    arguments = {"rule": "all", "num_kv_heads": 1, "num_queries": 12, "num_keys": 20, "q_block_size": 4,
+                 "kv_block_size": 4, "kv_length": 17, "query_length": 8}
+    assert_equal(select(scores, **arguments, backend="triton"), select(scores, **arguments, backend="reference"))
 
 
 def reference_twin(selection):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsv.kernels.block_scores import reference
-from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores, pool_queries
 
 
 def _naive_pool(q, group, proxies, lengths):
@@ -74,6 +74,18 @@ def test_scores_match_the_formula_and_ignore_padding(block, proxies, heads_kv, r
         torch.testing.assert_close(got, expected.float(), rtol=2e-5, atol=2e-6)
     if reduction == "mass":
         torch.testing.assert_close(got.sum(-1), torch.full((b, h, 3), float(proxies)))
+
+
+def test_eager_chunks_are_parts_of_the_scores(monkeypatch):
+    q, k = torch.randn(5 * 2, 2, 4, 8), torch.randn(30, 2, 2, 8)
+    options = {"kv_block_size": 4, "proxies": 2, "kv_length": torch.tensor([30, 17]), "backend": "reference"}
+    whole = block_scores(q, k, **options)
+    # Two groups' logits, exponentials and copies.
+    monkeypatch.setattr(reference, "_TEMPORARY_BYTES", 2 * 3 * 4 * 2 * 4 * 2 * 30)
+    scores = chunked_block_scores(q, k, **options)
+    assert [(part.first_pair, part.first_group, tuple(part.scores.shape)) for part in scores] == [
+        (0, 0, (8, 2, 8)), (0, 2, (8, 2, 8)), (0, 4, (8, 1, 8))]
+    torch.testing.assert_close(scores.whole(), whole, rtol=1e-6, atol=1e-7)
 
 
 def test_no_valid_key_scores_nothing():

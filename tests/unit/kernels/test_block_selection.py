@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dsv.kernels.block_scores.api import ChunkedScores, ScoreChunk
+from megatron_dsv.kernels.block_selection import reference
 from megatron_dsv.kernels.block_selection.api import BACKENDS, select_rows
 from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.sparsity.selection_rules import select
@@ -40,6 +42,41 @@ def test_kernels_compile_for_hopper(rule, monkeypatch):
     for each in launched:
         assert compile_for_hopper(each).metadata.shared <= SHARED_MEMORY_LIMIT, each.kernel
     assert len(launched) == 3
+
+
+@pytest.mark.parametrize("elements", [1, 50, 2**25])
+@pytest.mark.parametrize("rule", ["topk", "topk-mass"])
+def test_the_eager_form_takes_chunks_as_they_come(rule, elements, monkeypatch):
+    """Chunks that end within a batch item and reuse one buffer give the rows of the whole scores, which never exist."""
+    b, h, groups, blocks = 2, 3, 7, 11
+    scores = torch.rand(b, h, groups, blocks, generator=torch.Generator().manual_seed(0))
+    buffer = torch.empty(4 * 3 * blocks)
+
+    def chunks():
+        for pair, group in ((0, 0), (0, 3), (0, 6), (4, 0), (4, 3), (4, 6)):
+            part = scores.flatten(0, 1)[pair:pair + 4, group:group + 3]
+            yield ScoreChunk(pair, group, buffer[:part.numel()].view(part.shape).copy_(part))
+            buffer.fill_(torch.nan)
+
+    arguments = {"rule": rule, "num_kv_heads": 1, "num_queries": 28, "num_keys": 44, "q_block_size": 4,
+                 "kv_block_size": 4, "head_budgets": [2, 11, 5], "theta": 0.4, "kv_length": torch.tensor([44, 30]),
+                 "query_length": torch.tensor([28, 9]), "backend": "reference"}
+    expected = select(scores, **arguments)
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(ChunkedScores, "whole", lambda self: pytest.fail("all scores at once"))
+    got = select(ChunkedScores(tuple(scores.shape), scores.device, chunks), **arguments)
+    assert torch.equal(got.block_mask(), expected.block_mask())
+    assert torch.equal(got.row_start, expected.row_start)
+    assert torch.equal(got.kv_indices, expected.kv_indices)
+    assert torch.equal(got.block_mask(), select(scores, **arguments).block_mask())
+
+
+def test_dense_rows_ask_for_no_score():
+    scores = ChunkedScores((1, 2, 3, 5), torch.device("cpu"), lambda: pytest.fail("a score was asked for"))
+    selection = select(scores, rule="all", num_kv_heads=1, num_queries=12, num_keys=20, q_block_size=4,
+                       kv_block_size=4, kv_length=17, query_length=8)
+    assert selection.row_start[0].tolist() == [[-1, -1, 0]] * 2
+    assert selection.entries()[0].tolist() == [[5, 5, 0]] * 2
 
 
 def test_misuse_is_named():

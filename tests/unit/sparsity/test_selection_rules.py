@@ -225,7 +225,7 @@ def test_lengths_on_the_device_are_clamped_to_the_keys():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"rule": "best"}, r"--dsv-selection-rule must be one of all, mass, topk, topk-mass, got 'best'"),
+    ({"rule": "best"}, r"rule of a selection must be one of all, mass, topk, topk-mass, got 'best'"),
     ({"rule": "mass", "score_kind": "max"}, r"mass sums scores.*use rule topk"),
     ({"score_kind": "sum"}, r"--dsv-score-reduction must be one of"),
     ({"theta": 0.0}, r"theta of a selection must be in \(0, 1\], got 0.0"),

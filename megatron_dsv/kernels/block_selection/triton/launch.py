@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_dsv.kernels import host_values
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, ScoreChunk
+from megatron_dsv.kernels.block_selection import reference
 from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
 from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.kernels.block_selection.triton.rows import _select_rows_kernel
@@ -31,6 +32,8 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, kv_length: Tensor
     b, h, nq, nk = scores.shape
     device = scores.device
     _check_limits(device, nk)
+    if not any(rule.widths):
+        return reference.select_rows(scores, rule, kv_length, query_length, query_group_ids)
     table = host_values.on_device(rule.table(b * nq), torch.int64, device)
     kv_indices = torch.empty(rule.capacity(b * nq), dtype=torch.int32, device=device)
     row_start = torch.empty((b, h, nq), dtype=torch.int64, device=device)
