@@ -30,7 +30,7 @@ from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
 from megatron_dsv.context_parallel.local import LocalScheme
 from megatron_dsv.context_parallel.microbenchmarks import HEAD_SPREAD
 from megatron_dsv.context_parallel.partial_attention import Kernels
-from megatron_dsv.context_parallel.plan import BlockPlan, even_block
+from megatron_dsv.context_parallel.plan import BlockPlan, Topology, even_block
 from megatron_dsv.context_parallel.planner import candidates
 from megatron_dsv.context_parallel.sparsity_traces import spread_heads
 from megatron_dsv.context_parallel.statistics import BlockStats
@@ -132,6 +132,7 @@ class BlockBench:
 
     def __post_init__(self) -> None:
         self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.topo = Topology(self.ranks, domain=self.ranks)
         self.watch = Stopwatch(self.device, self.group)
         self.model = self.calibration.cost_model(_ANY_MEMORY)
         whole = make_inputs(self.shape, self.device, self.dtype)
@@ -155,7 +156,7 @@ class BlockBench:
         stats = stats_of(shares, along if sparse else None, self.manager)
         if sparse:
             # Dense heads are alike: a plan can only be one of the splits above.
-            plans[PLANNED] = candidates(problem(self.model, shape, self.ranks), 0, stats, sparse)[0].plan
+            plans[PLANNED] = candidates(problem(self.model, shape, self.topo), 0, stats, sparse)[0].plan
         alone = LocalScheme(range(shape.heads), shape.proxies, self.kernels.dense_backend, self.kernels.sparse_backend,
                             self.kernels.deterministic)
         arms = [Arm(ALONE, sparsity, None, TrialBlock(shape, self.whole, alone, budgets), None,
@@ -174,7 +175,7 @@ class BlockBench:
         scheme = HybridScheme(manager, range(self.shape.heads), tp_rank=0, proxies=self.shape.proxies,
                               kernels=self.kernels)
         return Arm(name, sparsity, plan, TrialBlock(self.shape, self.mine, scheme, budgets, plan), tape,
-                   predicted_ns(self.model, self.shape, self.ranks, plan, stats) / 1e6)
+                   predicted_ns(self.model, self.shape, self.topo, plan, stats) / 1e6)
 
     def write_predictions(self, arms: list[Arm], path: Path | None) -> None:
         """The predictions of all arms, before any of them runs."""

@@ -64,13 +64,15 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    several = ranks > 1
     if several:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
     try:
         started = time.monotonic()
         made = Microbenchmarks(sizes, device, cluster, dist.group.WORLD if several else None,
-                               Kernels(args.dense_backend, args.sparse_backend)).calibrate()
+                               Kernels(args.dense_backend, args.sparse_backend),
+                               int(os.environ.get("LOCAL_WORLD_SIZE", ranks))).calibrate()
         if not several or dist.get_rank() == 0:
             made.save(args.output)
             print(summary(made, sizes, several))
@@ -104,9 +106,8 @@ def summary(made: Calibration, sizes: Sizes, several: bool) -> str:
                      f"{dense / (sparse + select):.2f} times as fast")
     if not several:
         return "\n".join([*lines, f"one rank: links, overlap and communicators are those of {made.cluster.name}"])
-    links = {row["link"] for row in made.measured["all_to_all"]}
     for name, link in (("node", made.cluster.node_link), ("network", made.cluster.network)):
-        if name in links:
+        if name in made.links:
             lines.append(f"{name} link {link.gbps:.1f} GB/s and {link.latency_us:.0f} us, "
                          f"{made.cluster.overlap:.0%} hidden beside attention")
     explained = [row for row in made.measured["blocks"] if "explained_ms" in row]

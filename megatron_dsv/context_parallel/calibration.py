@@ -22,7 +22,7 @@ import torch
 
 from megatron_dsv.context_parallel.cluster import Cluster, Link
 from megatron_dsv.context_parallel.cost_model import CostModel, Handling, Surcharge
-from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, FittedKernels, Line
+from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
 
 SCHEMA = 1
 
@@ -33,7 +33,7 @@ class AllToAllRow(NamedTuple):
     Attributes:
         link: "node" or "network", the slowest that it crosses.
         ranks: of the group.
-        remote_bytes: that each rank sends to others.
+        remote_bytes: that each rank sends over that link.
         us: microseconds.
     """
 
@@ -43,12 +43,14 @@ class AllToAllRow(NamedTuple):
     us: float
 
 
-class SparseRow(NamedTuple):
-    """Sparse attention at one shape: density, milliseconds of a forward and of a backward."""
+def all_to_all_row(ranks: int, node_ranks: int, payload: int, us: float) -> AllToAllRow:
+    """The row of an all-to-all in which each of ``ranks`` ranks sends ``payload`` bytes, as much to every other.
 
-    density: float
-    forward_ms: float
-    backward_ms: float
+    Between nodes of ``node_ranks`` ranks only what leaves the node is of the network: the cost model charges it so.
+    """
+    if node_ranks >= ranks:
+        return AllToAllRow("node", ranks, payload, us)
+    return AllToAllRow("network", ranks, payload * (ranks - node_ranks) // (ranks - 1), us)
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
@@ -94,15 +96,6 @@ def fit_links(cluster: Cluster, rows: Sequence[AllToAllRow]) -> Cluster:
                 raise ValueError(f"link {name} must be measured at sizes that take longer the larger they are")
             links[name] = Link(1e-3 / line.slope, line.intercept, old.peer_us)
     return dataclasses.replace(cluster, node_link=links["node"], network=links["network"])
-
-
-def fit_kernels(*, tokens: int, heads: int, head_dim: int, dense_ms: tuple[float, float], sparse: Sequence[SparseRow],
-                select_ms: float) -> FittedKernels:
-    """Lines in density through sparse rows of one shape, beside dense attention and selection at the same shape."""
-    forward = fit_line([(row.density, row.forward_ms) for row in sparse])
-    backward = fit_line([(row.density, row.backward_ms) for row in sparse])
-    return FittedKernels(tokens, heads, head_dim, dense_ms, (forward.intercept, forward.slope),
-                         (backward.intercept, backward.slope), select_ms)
 
 
 class Remainder(NamedTuple):
@@ -160,7 +153,7 @@ class Calibration:
         kernels: attention and selection of one GPU.
         handling: rearranging tensors.
         q_block, kv_block, head_dim: what the kernels were measured at.
-        measured: the rows behind the constants, for people.
+        measured: the rows behind the constants, which also tell what was measured at all.
     """
 
     cluster: Cluster
@@ -181,10 +174,25 @@ class Calibration:
         return CostModel(self.cluster, self.kernels, memory_bytes, handling=self.handling)
 
     def applied_to(self, cluster: Cluster) -> Cluster:
-        """Another cluster, such as a larger one of the same machines, with what was measured here."""
-        mine = self.cluster
-        return dataclasses.replace(cluster, node_link=mine.node_link, network=mine.network, overlap=mine.overlap,
-                                   communicator_mib=mine.communicator_mib)
+        """Another cluster, such as a larger one of the same machines, with what was measured here and nothing else.
+
+        One rank measures no link; ranks of one node do not measure the network, nor ranks of several the node's own.
+        """
+        found: dict[str, Any] = {}
+        if "node" in self.links:
+            found["node_link"] = self.cluster.node_link
+        if "network" in self.links:
+            found["network"] = self.cluster.network
+        if self.links:
+            found["overlap"] = self.cluster.overlap
+        if self.measured.get("first_communicator_mib") is not None:
+            found["communicator_mib"] = self.cluster.communicator_mib
+        return dataclasses.replace(cluster, **found)
+
+    @property
+    def links(self) -> frozenset[str]:
+        """Of "node" and "network", those that were measured."""
+        return frozenset(row["link"] for row in self.measured.get("all_to_all", ()))
 
     def check(self, *, q_block: int, kv_block: int, head_dim: int) -> None:
         """Raises ValueError unless the kernels were measured at this granularity and head dim."""
@@ -222,6 +230,7 @@ class Calibration:
             data["handling"] |= {name: Surcharge(*data["handling"][name]) for name in ("heads", "rows", "keys")}
             data["handling"] = Handling(**data["handling"])
             made = cls(**data)
+            made.applied_to(made.cluster)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"calibration {path}: has fields that schema {SCHEMA} does not: {error}") from None
         constants = [*itertools.chain(*vars(made.kernels).values()), made.handling.pack_gbps,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_dsv.context_parallel.calibration import (
     AllToAllRow,
     Calibration,
     Remainder,
+    all_to_all_row,
     fit_line,
     fit_links,
     fit_surcharge,
@@ -36,7 +36,7 @@ from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
 from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels
 from megatron_dsv.context_parallel.local import LocalScheme
 from megatron_dsv.context_parallel.partial_attention import Kernels
-from megatron_dsv.context_parallel.plan import even_block
+from megatron_dsv.context_parallel.plan import Topology, even_block
 from megatron_dsv.context_parallel.selective_exchange import SelectiveExchange
 from megatron_dsv.context_parallel.sparsity_traces import spread_heads
 from megatron_dsv.context_parallel.stopwatch import Mark, Program, Stopwatch, Times
@@ -86,6 +86,10 @@ class Microbenchmarks:
         cluster: what is not measured is taken from here.
         group: all ranks; None for one.
         kernels: backends of attention.
+        node_ranks: ranks that share a node; None for all.
+
+    Raises:
+        ValueError: tokens that the ranks cannot share out, or nodes of different numbers of ranks.
     """
 
     sizes: Sizes
@@ -93,9 +97,15 @@ class Microbenchmarks:
     cluster: Cluster
     group: dist.ProcessGroup | None = None
     kernels: Kernels = field(default_factory=Kernels)
+    node_ranks: int | None = None
 
     def __post_init__(self) -> None:
         self.ranks = 1 if self.group is None else self.group.size()
+        inside = min(self.ranks, self.node_ranks or self.ranks)
+        if self.ranks % inside:
+            raise ValueError(f"every node of a calibration must run as many ranks, got {self.ranks} ranks in nodes of "
+                             f"{inside}")
+        self.topo = Topology(self.ranks, domain=inside)
         self.watch = Stopwatch(self.device, self.group)
         shape = self.sizes.shape
         unit = self.ranks * math.lcm(shape.q_block, shape.kv_block)
@@ -154,15 +164,14 @@ class Microbenchmarks:
     def links(self) -> list[AllToAllRow]:
         """All-to-alls of all ranks at every payload."""
         assert self.group is not None
-        inside = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)) >= self.ranks
         programs: dict[int, Program] = {}
         for payload in self.sizes.payloads:
             size = max(1, payload // (self.ranks - 1))
             programs[payload] = self._all_to_all(*(torch.zeros(self.ranks * size, dtype=torch.uint8,
                                                                device=self.device) for _ in range(2)))
         times = self.watch.run({str(name): program for name, program in programs.items()}, self.sizes.seconds / 10)
-        return [AllToAllRow("node" if inside else "network", self.ranks, payload,
-                            self.watch.agreed(times[str(payload)].total()) * 1e3) for payload in self.sizes.payloads]
+        return [all_to_all_row(self.ranks, self.topo.domain, payload,
+                               self.watch.agreed(times[str(payload)].total()) * 1e3) for payload in self.sizes.payloads]
 
     def overlap(self, manager: CPGroupManager) -> float:
         """Share of the largest all-to-all that dense attention beside it hides, in [0, 1]."""
@@ -222,7 +231,7 @@ class Microbenchmarks:
                 kept = sum(stats[density].density) / shape.heads
                 plan = blocks[split, density].plan
                 assert plan is not None
-                explained = predicted_ns(model, shape, self.ranks, plan, stats[density])
+                explained = predicted_ns(model, shape, self.topo, plan, stats[density])
                 mine = shape.tokens * shape.heads / self.ranks
                 kind = "heads" if split.g_s == 1 else "keys" if density is None else "rows"
                 left[kind].append(Remainder(mine, mine * shape.tokens * kept, total * 1e6 - explained, total * 1e6))

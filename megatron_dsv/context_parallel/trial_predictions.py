@@ -35,16 +35,16 @@ def mean_coverage(stats: BlockStats, ranks: int) -> float:
     return sum(stats.unit_coverage(unit, ranks) for unit in range(len(stats.density))) / len(stats.density)
 
 
-def predicted_ns(model: CostModel, shape: TrialShape, ranks: int, plan: BlockPlan, stats: BlockStats) -> int:
-    """Nanoseconds of a block under a plan, all of its ranks in one node."""
-    return evaluate(problem(model, shape, ranks), plan, stats).total
+def predicted_ns(model: CostModel, shape: TrialShape, topo: Topology, plan: BlockPlan, stats: BlockStats) -> int:
+    """Nanoseconds of a block under a plan."""
+    return evaluate(problem(model, shape, topo), plan, stats).total
 
 
-def problem(model: CostModel, shape: TrialShape, ranks: int) -> Problem:
-    """The planner's problem of a block whose ranks share one node."""
+def problem(model: CostModel, shape: TrialShape, topo: Topology) -> Problem:
+    """The planner's problem of a block over the ranks and nodes of ``topo``."""
     attention = AttentionShape(shape.tokens, 1, shape.heads, 1, shape.head_dim, shape.q_block, shape.kv_block,
                                shape.rank, shape.proxies)
-    return Problem(model, attention, Topology(ranks, domain=ranks))
+    return Problem(model, attention, topo)
 
 
 def alone_ns(kernels: KernelRates, shape: TrialShape, densities: Sequence[float] | None) -> float:

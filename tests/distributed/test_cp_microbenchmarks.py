@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.cost_model import Handling
 from megatron_dsv.context_parallel.microbenchmarks import Microbenchmarks, Sizes
+from megatron_dsv.context_parallel.plan import Topology
 from megatron_dsv.context_parallel.stopwatch import Stopwatch
 from megatron_dsv.context_parallel.trial_block import TrialBlock, TrialShape, make_inputs
 from megatron_dsv.testing.ranks import run_ranks
@@ -45,6 +46,20 @@ def test_two_ranks_agree_on_everything():
     # A block over two ranks takes longer than its kernels, and something must account for it.
     assert any(part.fixed + part.row + part.pair > 0 for part in
                (one.handling.heads, one.handling.rows, one.handling.keys))
+
+
+def calibrated_between_nodes():
+    made = Microbenchmarks(SIZES, CPU, cluster.load("h200"), dist.group.WORLD, node_ranks=1)
+    return made.topo, made.calibrate()
+
+
+def test_ranks_of_two_nodes_measure_the_network_and_explain_blocks_by_it():
+    (topo, made), _ = run_ranks(calibrated_between_nodes, 2)
+    base = cluster.load("h200")
+    assert topo == Topology(2, domain=1)
+    assert made.cluster.node_link == base.node_link
+    assert made.cluster.network != base.network
+    assert made.links == {"network"}
 
 
 def test_trial_inputs_project_to_the_selection_asked_for():

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.calibration import Calibration, Remainder, fit_surcharge
+from megatron_dsv.context_parallel.cluster import Link
 from megatron_dsv.context_parallel.cost_model import AttentionShape, CostModel, Handling, Surcharge
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
@@ -82,6 +83,18 @@ def test_a_calibration_survives_its_file(tmp_path):
     assert read.cost_model(1 << 40) == CostModel(made.cluster, KERNELS, 1 << 40, handling=made.handling)
 
 
+@pytest.mark.parametrize(("measured", "taken"), [
+    ({}, ()), ({"all_to_all": [{"link": "node"}], "first_communicator_mib": None}, ("node_link", "overlap")),
+    ({"all_to_all": [{"link": "network"}], "first_communicator_mib": 900.0},
+     ("network", "overlap", "communicator_mib"))])
+def test_another_cluster_takes_what_was_measured_and_keeps_the_rest(measured, taken):
+    other = cluster.load("h800")
+    found = dataclasses.replace(cluster.load("h200"), node_link=Link(1.0, 2.0), network=Link(3.0, 4.0), overlap=0.123,
+                                communicator_mib=7)
+    assert calibration(cluster=found, measured=measured).applied_to(other) == dataclasses.replace(
+        other, **{name: getattr(found, name) for name in taken})
+
+
 def test_the_digest_is_of_every_constant():
     same = calibration().digest
     assert calibration(measured={}).digest == same
@@ -108,6 +121,9 @@ def test_files_that_are_no_calibration(tmp_path):
     del data["handling"]["rows"]
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="has fields that schema 1 does not: 'rows'"):
+        Calibration.load(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": []}))
+    with pytest.raises(ValueError, match="has fields that schema 1 does not"):
         Calibration.load(path)
 
 
