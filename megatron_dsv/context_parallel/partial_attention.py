@@ -37,7 +37,8 @@ class Kernels:
         if not _anything(q, k, keys):
             return None
         if isinstance(keys, KVSelection):
-            return sparse.forward(q, k, v, keys, softmax_scale=softmax_scale, backend=self.sparse_backend)
+            return sparse.forward(q, k, v, keys, softmax_scale=softmax_scale, backend=self.sparse_backend,
+                                  deterministic=self.deterministic)
         parts = [dense.forward(q[:, items], k[:, items], v[:, items], kv_length=keys[items],
                                softmax_scale=softmax_scale, backend=self.dense_backend)
                  if bool(keys[items].all()) else _nothing(q[:, items]) for items in _batches(keys)]

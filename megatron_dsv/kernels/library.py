@@ -1,4 +1,4 @@
-"""Which kernel libraries are installed, and whether their Hopper kernels can run on a tensor.
+"""Which kernel libraries are installed, and whether their Hopper kernels can run on a tensor or device.
 
 Everything here is read by torch.compile as constants: no call of it breaks a graph.
 """
@@ -34,10 +34,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name
 
 
-def hopper_limit(backend: str, x: Tensor) -> str | None:
-    """What keeps a library's Hopper kernels from running on x, or None."""
-    if not x.is_cuda or torch.cuda.get_device_properties(x.device).major != 9:
-        return f"needs tensors on a Hopper GPU (compute capability 9.x), got {x.device}"
+def hopper_limit(backend: str, x: Tensor | torch.device) -> str | None:
+    """What keeps a library's Hopper kernels from running on x, or on tensors of a device; None if nothing does."""
+    device = x if isinstance(x, torch.device) else x.device
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major != 9:
+        return f"needs tensors on a Hopper GPU (compute capability 9.x), got {device}"
     if not installed(backend):
         return f"needs the package {PACKAGES[backend]} (pip install 'megatron-dsv[kernels]')"
     return None

@@ -9,7 +9,8 @@ CPU is read on the host and k, v are sliced, which is the fast path; a tensor on
 becomes a mask. A batch item with length 0 gets out 0, lse -inf and zero gradients.
 
 Backends: ``reference`` (eager, exact, fp32 or fp64), ``sdpa`` (torch's fused kernels), ``flash4`` (flash-attn-4 on
-Hopper), ``auto`` (of the last two that can serve the request, the fastest measured for the pass; logged once).
+Hopper), ``auto`` (of the last two that can serve the request, the fastest measured for the pass, or flash4 where
+gradients must repeat bitwise; logged once).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor 
         NotImplementedError: the backend cannot serve the request; the message names the way out.
     """
     scale = _check(q, k, v, kv_length, softmax_scale)
-    match _resolve(backend, ("forward", "backward"), q, kv_length):
+    match _resolve(backend, ("forward", "backward"), q, kv_length, deterministic):
         case "reference":
             return reference.attention(q, k, v, kv_length, softmax_scale=scale)
         case "sdpa":
@@ -67,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor | None =
             softmax_scale: float | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``dense_attention``."""
     scale = _check(q, k, v, kv_length, softmax_scale)
-    match _resolve(backend, ("forward",), q, kv_length):
+    match _resolve(backend, ("forward",), q, kv_length, False):
         case "reference":
             return reference.forward(q, k, v, kv_length, softmax_scale=scale)
         case "sdpa":
@@ -90,7 +91,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """
     scale = _check(q, k, v, kv_length, softmax_scale)
     check_backward(dout, q, out, lse)
-    match _resolve(backend, ("backward",), q, kv_length):
+    match _resolve(backend, ("backward",), q, kv_length, deterministic):
         case "reference":
             return reference.backward(dout, q, k, v, out, lse, kv_length, softmax_scale=scale)
         case "sdpa":
@@ -118,7 +119,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv_length: int | Tensor | None, soft
     return resolve_scale(softmax_scale, q)
 
 
-def _resolve(backend: str, passes: tuple[str, ...], q: Tensor, kv_length: int | Tensor | None) -> str:
+def _resolve(backend: str, passes: tuple[str, ...], q: Tensor, kv_length: int | Tensor | None,
+             deterministic: bool) -> str:
     """``backend``, or what ``auto`` means for these passes together. Raises where flash4 cannot serve."""
     if backend not in ("auto", "flash4"):
         return backend
@@ -130,6 +132,10 @@ def _resolve(backend: str, passes: tuple[str, ...], q: Tensor, kv_length: int | 
     if reason:
         _log_choice("sdpa", passes, f"flash4 {reason}")
         return "sdpa"
+    if deterministic:
+        # sdpa repeats on CUDA in torch's deterministic mode at most, and as one of two plain passes never.
+        _log_choice("flash4", passes, "its gradients repeat bitwise")
+        return "flash4"
     chosen, reason = _fastest(passes, device_name(q.device), q.shape[-1])
     _log_choice(chosen, passes, reason)
     return chosen

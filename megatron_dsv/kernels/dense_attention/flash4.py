@@ -21,14 +21,21 @@ _MAX_HEAD_DIM = 256
 
 def limit(q: Tensor, kv_length: int | Tensor | None) -> str | None:
     """What keeps this backend from serving the request, or None."""
-    if reason := hopper_limit("flash4", q):
+    if reason := limit_of_kind(q.device, q.dtype, q.shape[-1]):
         return reason
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes torch.bfloat16 and torch.float16, got {q.dtype}"
-    if q.shape[-1] > _MAX_HEAD_DIM or q.shape[-1] % 8:
-        return f"takes head dims up to {_MAX_HEAD_DIM} that are multiples of 8, got {q.shape[-1]}"
     if not on_host(kv_length):
         return "needs kv_length on the host, as an int or a CPU tensor"
+    return None
+
+
+def limit_of_kind(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps this backend from serving any request of this kind, or None."""
+    if reason := hopper_limit("flash4", device):
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes torch.bfloat16 and torch.float16, got {dtype}"
+    if head_dim > _MAX_HEAD_DIM or head_dim % 8:
+        return f"takes head dims up to {_MAX_HEAD_DIM} that are multiples of 8, got {head_dim}"
     return None
 
 

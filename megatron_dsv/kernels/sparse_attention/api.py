@@ -57,10 +57,13 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *,
 
 @torch.no_grad()
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float | None = None,
-            backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``sparse_attention``."""
+            backend: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``sparse_attention``.
+
+    With ``deterministic``, ``auto`` takes the backend of the deterministic backward, whatever the number of heads.
+    """
     scale = _check(q, k, v, selection, softmax_scale, backend)
-    return sparse_attention_forward(q, k, v, *flatten(selection), scale, backend, False)
+    return sparse_attention_forward(q, k, v, *flatten(selection), scale, backend, deterministic)
 
 
 @torch.no_grad()

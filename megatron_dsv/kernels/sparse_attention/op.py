@@ -51,7 +51,7 @@ def unflatten(kv_indices: Tensor, row_start: Tensor, row_count: Tensor, kv_lengt
            "-> (Tensor, Tensor)")
 def sparse_attention_forward(q, k, v, kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count,
                              sizes, softmax_scale, backend, deterministic):
-    """out [s, b, h, d] and lse [b, h, s]; ``deterministic`` only travels on to the backward."""
+    """out [s, b, h, d] and lse [b, h, s]; ``deterministic`` limits the backends, here as in the backward."""
     selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
     match _resolve(backend, "forward", q, k, v, selection, deterministic):
         case "reference":

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_dsv.context_parallel.partial_attention import Kernels
 from megatron_dsv.kernels import library, timings
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.dense_attention import flash4 as dense_flash4
-from megatron_dsv.kernels.sparse_attention import api, choice, cudnn, flash4
+from megatron_dsv.kernels.sparse_attention import api, choice, cudnn, flash4, op
 from megatron_dsv.kernels.timing_rows import DenseRow, SparseRow
 from megatron_dsv.testing.attention_oracle import AttentionCase, random_qkv, random_selection
 
@@ -50,6 +51,41 @@ def test_dense_flash4_names_its_limits_and_the_way_out(hopper):
     on_device = torch.ones(1, dtype=torch.int32, device="meta")
     assert dense_flash4.limit(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), on_device) == (
         "needs kv_length on the host, as an int or a CPU tensor")
+
+
+def test_dense_auto_repeats_bitwise_where_flash4_can_serve(hopper, monkeypatch):
+    """Whatever is fastest: sdpa's plain backward refuses to repeat on CUDA, after a forward that went well."""
+    taken = []
+    for name in ("attention", "forward", "backward"):
+        monkeypatch.setattr(dense_flash4, name, lambda *args, name=name, **options: taken.append((name, options)))
+        monkeypatch.setattr(dense.sdpa, name, lambda *args, **options: None)
+    monkeypatch.setattr(dense, "_fastest", lambda *args: ("sdpa", "it is the fastest"))
+    monkeypatch.setattr(dense, "device_name", lambda device: "toy")
+    q, k, v, _ = _inputs()
+    lse = torch.zeros(1, 2, 128)
+    dense.dense_attention(q, k, v, deterministic=True)
+    dense.backward(q, q, k, v, q, lse, deterministic=True)
+    assert [(name, options["deterministic"]) for name, options in taken] == [("attention", True), ("backward", True)]
+    dense.backward(q, q, k, v, q, lse)
+    dense.dense_attention(q, k, v)
+    assert len(taken) == 2
+
+
+def test_a_deterministic_forward_is_of_the_backwards_backend(monkeypatch):
+    """Part of the keys, as under context parallelism: the kernel must not depend on how many heads a rank holds."""
+    asked = []
+
+    def chosen(pass_name, q, k, v, selection, deterministic):
+        asked.append((pass_name, deterministic))
+        return "reference"
+
+    monkeypatch.setattr(op, "choose", chosen)
+    q, k, v, selection = _inputs()
+    repeatable = Kernels(deterministic=True)
+    out, lse = repeatable.forward(q, k, v, selection, 0.1)
+    repeatable.backward(out, q, k, v, out, lse, selection, 0.1)
+    Kernels().forward(q, k, v, selection, 0.1)
+    assert asked == [("forward", True), ("backward", True), ("forward", False)]
 
 
 @pytest.mark.parametrize(("change", "dtype", "message"), [

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron_dsv.config import MASS_RULES, DSVConfig
+from megatron_dsv.kernels.dense_attention import flash4
 from megatron_dsv.sparsity.selection_rules import RULES
 from megatron_dsv.training import arguments, validation
 from megatron_dsv.training.flag_limits import LIMITS, megatron_flag
@@ -181,6 +182,29 @@ def test_what_needs_a_gpu_is_refused_without_one(parsed, changes, words, monkeyp
         check_host(argparse.Namespace(**plain | changes))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_host(argparse.Namespace(**plain | changes))
+
+
+def test_repeatable_gradients_of_split_sequences_need_a_kernel_that_repeats(parsed, monkeypatch):
+    def check(**changes):
+        check_host(argparse.Namespace(**vars(parsed) | {
+            "distributed_backend": "gloo", "context_parallel_size": 2, "dsv_deterministic": True, "bf16": True,
+            "kv_channels": 64, **changes}))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(flash4, "hopper_limit", lambda backend, device: f"needs a Hopper GPU, got {device}")
+    with pytest.raises(NotImplementedError, match=r"--dsv-deterministic with --context-parallel-size 2 needs --dsv-den"
+                                                  r"se-backend flash4 or reference, got auto: flash4 needs a Hopper GPU"
+                                                  r", got cuda:0, and .* use reference"):
+        check()
+    check(dsv_deterministic=False)
+    check(context_parallel_size=1)
+    check(dsv_dense_backend="reference")
+    monkeypatch.setattr(flash4, "hopper_limit", lambda backend, device: None)
+    check()
+    with pytest.raises(NotImplementedError, match=r"got auto: flash4 takes torch.bfloat16 and torch.float16, got torc"):
+        check(bf16=False)
+    with pytest.raises(NotImplementedError, match=r"got sdpa: sdpa was asked for, .* or drop --dsv-deterministic"):
+        check(dsv_dense_backend="sdpa")
 
 
 def test_triton_runs_on_a_cpu_under_its_interpreter(parsed, monkeypatch):
