@@ -1,17 +1,15 @@
 """Plans from statistics: for every block the split, layout, head assignment and exchange with the least predicted time.
 
-Blocks are independent, so each is solved alone; what couples them is a limit on the number of distinct splits, which
-cost communicators. A running job re-plans with hysteresis: statistics are noisy, and a plan that is a little better is
-not worth a change.
+Blocks are independent, so each is solved alone. A running job re-plans with hysteresis: statistics are noisy, and a
+plan that is a little better is not worth a change.
 
 Symbols: g_h x g_s = cp, G units of a tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_dsv.context_parallel.cost_model import (
@@ -49,14 +47,12 @@ class Problem:
         model: costs.
         shape: of a block's attention on one tensor-parallel rank, at the bucket's longest sequence.
         topo: sizes of the job.
-        max_splits: distinct splits that the plan may use; None for any number.
         allowed: splits to choose from; empty for every one.
     """
 
     model: CostModel
     shape: AttentionShape
     topo: Topology
-    max_splits: int | None = None
     allowed: tuple[Split, ...] = ()
 
     @property
@@ -115,35 +111,17 @@ def candidates(problem: Problem, layer: int, stats: BlockStats, sparse: bool, *,
 
 
 def plan_blocks(problem: Problem, stats: Sequence[BlockStats], sparse: Sequence[bool]) -> list[Candidate]:
-    """The plan of every block, with the least sum of times that ``max_splits`` distinct splits allow.
+    """The plan of every block with the least time.
 
     Raises:
         ValueError: a block that fits nowhere.
     """
-    solved: dict[tuple[BlockStats, bool], list[Candidate]] = {}
+    solved: dict[tuple[BlockStats, bool], Candidate] = {}
     for layer, key in enumerate(zip(stats, sparse)):
         if key not in solved:
-            solved[key] = candidates(problem, layer, *key, all_splits=problem.max_splits is not None)
-    every = [solved[key] for key in zip(stats, sparse)]
-    chosen = _few_splits(every, problem.max_splits)
-    found = [next(c for c in row if chosen is None or c.plan.split in chosen) for row in every]
-    return [Candidate(replace(c.plan, layer=layer), c.cost) for layer, c in enumerate(found)]
-
-
-def _few_splits(every: Sequence[Sequence[Candidate]], limit: int | None) -> frozenset[Split] | None:
-    used = {row[0].plan.split for row in every}
-    if limit is None or len(used) <= limit:
-        return None
-    times = [{c.plan.split: c.cost.total for c in row} for row in every]
-    pool = sorted(set.union(*(set(row) for row in times)))
-    best: tuple[int, tuple[Split, ...]] | None = None
-    for subset in itertools.combinations(pool, limit):
-        rows = [[row[split] for split in subset if split in row] for row in times]
-        if all(rows):
-            best = min(best or (sum(map(min, rows)), subset), (sum(map(min, rows)), subset))
-    if best is None:
-        raise ValueError(f"max_splits must allow every block a split that fits, got {limit}")
-    return frozenset(best[1])
+            solved[key] = candidates(problem, layer, *key, all_splits=False)[0]
+    return [Candidate(replace(solved[key].plan, layer=layer), solved[key].cost)
+            for layer, key in enumerate(zip(stats, sparse))]
 
 
 def make_plan(problems: Sequence[tuple[tuple[int, int], Problem]], stats: Sequence[Sequence[BlockStats]],
@@ -176,20 +154,16 @@ class Hysteresis:
     Attributes:
         threshold: share of the new plan's time.
         patience: profiles running.
-        min_steps: least number of steps between two changes of a block.
         waited: [layer] profiles running in which the block was over the threshold.
-        changed: [layer] step of the block's last change.
     """
 
     threshold: float = 0.05
     patience: int = 2
-    min_steps: int = 0
-    waited: tuple[int, ...] = field(default=())
-    changed: tuple[int, ...] = field(default=())
+    waited: tuple[int, ...] = ()
 
 
 def replan(problem: Problem, plans: Sequence[BlockPlan], stats: Sequence[BlockStats], sparse: Sequence[bool],
-           state: Hysteresis, step: int) -> tuple[tuple[BlockPlan, ...], Hysteresis]:
+           state: Hysteresis) -> tuple[tuple[BlockPlan, ...], Hysteresis]:
     """Plans after a profile: a block keeps its plan unless another has promised more for long enough.
 
     A block that turned sparse or dense, or whose plan no longer fits the memory, changes at once.
@@ -199,26 +173,23 @@ def replan(problem: Problem, plans: Sequence[BlockPlan], stats: Sequence[BlockSt
         plans: in force, [layer].
         stats, sparse: of the new profile, [layer].
         state: from the last call.
-        step: of the run.
 
     Returns:
         The plans to put in force (the same objects where nothing changed), and the state for the next call.
     """
     waited = list(state.waited or (0,) * len(plans))
-    changed = list(state.changed or (-state.min_steps,) * len(plans))
     result = []
     for layer, (old, new) in enumerate(zip(plans, plan_blocks(problem, stats, sparse))):
         now = evaluate(problem, old, stats[layer])
         forced = old.sparse != sparse[layer] or now.memory > problem.model.memory_bytes
         over = now.total > new.cost.total * (1 + state.threshold)
         waited[layer] = waited[layer] + 1 if over else 0
-        due = over and waited[layer] >= state.patience and step - changed[layer] >= state.min_steps
-        if forced or due:
+        if forced or waited[layer] >= max(1, state.patience):
             result.append(new.plan)
-            waited[layer], changed[layer] = 0, step
+            waited[layer] = 0
         else:
             result.append(old)
-    return tuple(result), replace(state, waited=tuple(waited), changed=tuple(changed))
+    return tuple(result), replace(state, waited=tuple(waited))
 
 
 def _order(candidate: Candidate) -> tuple[int, Split]:

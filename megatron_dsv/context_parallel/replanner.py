@@ -96,12 +96,12 @@ class Replanner:
         if plan.buckets != self.buckets or not plan.stats_digest:
             made = make_plan(problems, profile.stats, profile.sparse, version=version, effective_step=step,
                              calibration_digest=self.calibration_digest)
-            fresh = tuple(replace(state, waited=(), changed=()) for state in self.states)
+            fresh = tuple(replace(state, waited=()) for state in self.states)
             return Proposal(made, sum(map(len, made.blocks)), 0, fresh)
         rows, states, before, after, changed = [], [], 0, [], 0
         for number, (_, problem) in enumerate(problems):
             old, stats = plan.blocks[number], profile.stats[number]
-            new, state = replan(problem, old, stats, profile.sparse[number], self.states[number], step)
+            new, state = replan(problem, old, stats, profile.sparse[number], self.states[number])
             # A block that turned sparse or dense would run so under its old split, too.
             kept = [attending(block, sparse=sparse, kv_block=problem.shape.kv_block)
                     for block, sparse in zip(old, profile.sparse[number])]

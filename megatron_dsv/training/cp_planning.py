@@ -13,14 +13,14 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dsv.config import DSVConfig
-from megatron_dsv.context_parallel.block_watch import PASSES
+from megatron_dsv.context_parallel.block_watch import PASSES, SELECT
 from megatron_dsv.context_parallel.corrections import kind_of
 from megatron_dsv.context_parallel.coverage import coverage
 from megatron_dsv.context_parallel.geometry import splits
@@ -184,20 +184,19 @@ class CPPlanning:
         states = self.replanner.states if proposal is None else proposal.states
         said = json.loads(self._told(json.dumps({
             "proposes": proposal is not None, "failure": failure,
-            "waited": [list(state.waited) for state in states],
-            "changed": [list(state.changed) for state in states]}).encode()))
-        committed = False
+            "waited": [list(state.waited) for state in states]}).encode()))
+        takes_effect = True
         if said["proposes"]:
             decision = self._propose(None if proposal is None else proposal.plan)
-            committed = decision.committed
-            if committed:
-                self.replanner.states = states
+            takes_effect = decision.committed
             seconds = time.perf_counter() - started
             self.log.decided(before, store.plan, proposal, decision, step=step, seconds=seconds)
         elif said["failure"]:
             self.log.failed(before, said["failure"], step)
-        if committed or not said["proposes"]:
-            self.record.waited, self.record.changed = said["waited"], said["changed"]
+        if takes_effect:
+            # A refused proposal is made again at the next profile: until then nothing was decided.
+            self.replanner.states = tuple(replace(state, waited=tuple(waited))
+                                          for state, waited in zip(self.replanner.states, said["waited"]))
         self._remember(step=step)
 
     def _propose(self, plan: CPPlan | None) -> Decision:
@@ -212,6 +211,7 @@ class CPPlanning:
     def _remember(self, *, step: int) -> None:
         self.record.plan, self.record.replanned_at = self.runtime.store.plan, step
         self.record.corrections = self.replanner.corrections
+        self.record.waited = [list(state.waited) for state in self.replanner.states]
         self.record.keep(self._args)
 
     def _profile(self) -> Profile:
@@ -271,7 +271,8 @@ class CPPlanning:
         """Corrects the costs by the time that the watched blocks took.
 
         A rank that comes early waits for the others inside its span: of those that share a sequence, the one that took
-        least came last and tells how long the pass was. Of replicas, the slowest counts.
+        least came last and tells how long the pass was. Of replicas, the slowest counts. A layer that attended
+        otherwise than its plan says, as its gate opened since, tells nothing of that kind of block.
         """
         plan = self.runtime.store.plan
         bucket = plan.bucket(self._tokens)
@@ -280,12 +281,14 @@ class CPPlanning:
             for which, ms in spans.items():
                 passes[layer, PASSES.index(which)] = ms
         torch.distributed.all_reduce(passes, op=torch.distributed.ReduceOp.MIN, group=self.groups.context)
-        times = passes.masked_fill(passes == _NEVER_MS, 0.0).sum(-1)
+        known = passes != _NEVER_MS
+        # Beside the sum, whether the layer selected anything, which a dense one does not.
+        times = torch.stack((passes.masked_fill(~known, 0.0).sum(-1), known[:, PASSES.index(SELECT)].float()), 1)
         torch.distributed.all_reduce(times, op=torch.distributed.ReduceOp.MAX, group=self.groups.world)
         predicted = self.replanner.predicted_ms(plan, profile, bucket, tokens=self._tokens)
         sums: dict[str, tuple[float, float]] = {}
-        for block, measured, expected in zip(plan.blocks[bucket], times.tolist(), predicted):
-            if measured > 0:
+        for block, (measured, selected), expected in zip(plan.blocks[bucket], times.tolist(), predicted):
+            if measured > 0 and block.sparse == bool(selected):
                 kind = kind_of(block.split, block.sparse)
                 before = sums.get(kind, (0.0, 0.0))
                 sums[kind] = before[0] + measured, before[1] + expected

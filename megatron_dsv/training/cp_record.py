@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dsv.context_parallel.corrections import NO_CORRECTIONS, Corrections
@@ -30,7 +30,7 @@ class PlanningRecord:
     Attributes:
         plan: in force.
         replanned_at: step of the last look for a better plan; -1 before the first.
-        waited, changed: [bucket][layer] of the hysteresis, empty before the first profile.
+        waited: [bucket][layer] of the hysteresis, empty before the first profile.
         coverage: running mean of what profiles measured.
         corrections: of the costs that ``calibration`` names.
         calibration: digest of the costs.
@@ -39,22 +39,20 @@ class PlanningRecord:
     plan: CPPlan
     replanned_at: int = -1
     waited: list[list[int]] = field(default_factory=list)
-    changed: list[list[int]] = field(default_factory=list)
     coverage: Coverage = field(default_factory=dict)
     corrections: Corrections = NO_CORRECTIONS
     calibration: str = ""
 
     def states(self, fresh: Hysteresis, buckets: int) -> tuple[Hysteresis, ...]:
         """Hysteresis of every bucket, with the limits of ``fresh``."""
-        if len(self.waited) != buckets or len(self.changed) != buckets:
+        if len(self.waited) != buckets:
             return (fresh,) * buckets
-        return tuple(Hysteresis(fresh.threshold, fresh.patience, fresh.min_steps, tuple(waited), tuple(changed))
-                     for waited, changed in zip(self.waited, self.changed))
+        return tuple(replace(fresh, waited=tuple(waited)) for waited in self.waited)
 
     def keep(self, args: argparse.Namespace) -> None:
         """Leaves the record where the next checkpoint will store it."""
         data = {"schema": SCHEMA, "plan": self.plan.to_json(), "replanned_at": self.replanned_at,
-                "waited": self.waited, "changed": self.changed, "coverage": self.coverage,
+                "waited": self.waited, "coverage": self.coverage,
                 "corrections": self.corrections.to_data(), "calibration": self.calibration}
         setattr(args, _ARGUMENT, json.dumps(data, sort_keys=True))
 
@@ -65,12 +63,14 @@ class PlanningRecord:
             data: dict[str, Any] = json.loads(text)
             if data.pop("schema") != SCHEMA:
                 raise ValueError(f"it is not of schema {SCHEMA}")
+            # Records of earlier versions also held the step of every block's last change, which nothing reads.
+            data.pop("changed", None)
             record = cls(**data)
             record.plan = CPPlan.from_json(data["plan"])
             record.corrections = Corrections.from_data(data["corrections"])
             record.coverage = {int(layer): {int(ranks): [float(share) for share in row] for ranks, row in rows.items()}
                                for layer, rows in data["coverage"].items()}
-            for row in [*record.waited, *record.changed]:
+            for row in record.waited:
                 if not all(type(number) is int for number in row):
                     raise ValueError("its counts are no whole numbers")
                 if len(row) not in (0, len(record.plan.blocks[0])):

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from cp_cases import Problem, Whole, run_block, share
+from cp_jobs import Job, attend
 from cp_schemes import EXACT
 from test_cp_watch import naive_coverage
 
 from megatron_dsv import presets
-from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel.block_watch import BlockWatch
 from megatron_dsv.context_parallel.geometry import Split
-from megatron_dsv.context_parallel.groups import CPGroupManager
 from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
-from megatron_dsv.context_parallel.plan import CPPlan, Topology, even_plan
-from megatron_dsv.context_parallel.plan_commit import PlanStore
+from megatron_dsv.context_parallel.plan import CPPlan, attending
 from megatron_dsv.context_parallel.scheme import Pending
-from megatron_dsv.metrics import Recorder
 from megatron_dsv.testing.ranks import run_ranks
-from megatron_dsv.training.cp_costs import costs_of, replanner_of
-from megatron_dsv.training.cp_planning import CPPlanning, PlanningGroups
-from megatron_dsv.training.cp_record import stored_text
-from megatron_dsv.training.cp_runtime import CPRuntime
-from megatron_dsv.training.plan_log import PlanLog
+from megatron_dsv.training.cp_record import PlanningRecord, stored_text
 
-LAYERS, HEADS, TOKENS = 2, 6, 65536
 READ = CPPlan.from_json
-
-
-class Layer(SimpleNamespace):
-    """What planning reads of an attention layer: budgets of its heads, and whether it is sparse."""
-
-    def __init__(self, number: int, tp_rank: int, heads: int, dsv: DSVConfig) -> None:
-        mine = range(tp_rank * heads, (tp_rank + 1) * heads)
-        super().__init__(number=number, dsv=dsv, statistics=object(), sparse=False, seed=0)
-        self.selector = SimpleNamespace(
-            query_heads=mine, attends_sparsely=lambda tokens: self.sparse,
-            budgets=lambda blocks: [math.ceil(blocks * kept_share(number, head, self.seed)) for head in mine])
-
-
-def kept_share(layer: int, head: int, seed: int) -> float:
-    return 0.01 + 0.6 * ((7 * layer + 5 * head * (seed + 1)) % 11 / 11) ** 3
 
 
 @pytest.fixture(scope="session")
@@ -56,54 +30,6 @@ def slow_links(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("cluster") / "slow.yaml"
     path.write_text(text)
     return str(path)
-
-
-class Job:
-    """Planning on this rank: tp ranks are neighbours, then context-parallel ranks, then replicas."""
-
-    def __init__(self, *, tp: int = 1, cp: int = 2, tokens: int = TOKENS, heads: int = HEADS, folder=None,
-                 **flags) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        topo = Topology(cp, tp, 1, 8)
-        model, context, data = None, None, None
-        for first in range(0, world, tp):
-            group = dist.new_group(range(first, first + tp))
-            model = group if rank in range(first, first + tp) else model
-        for replica, place in itertools.product(range(world // (tp * cp)), range(tp)):
-            ranks = [replica * tp * cp + c * tp + place for c in range(cp)]
-            group = dist.new_group(ranks)
-            context = group if rank in ranks else context
-        for place in range(tp):
-            ranks = list(range(place, world, tp))
-            group = dist.new_group(ranks)
-            data = group if rank in ranks else data
-        self.dsv = DSVConfig(dsv_profile_momentum=0.5, **flags)
-        self.layers = {number: Layer(number, rank % tp, heads // tp, self.dsv) for number in range(1, LAYERS + 1)}
-        first = even_plan(topo, layers=LAYERS, units=heads // tp, longest=tokens, g_h=1)
-        manager = CPGroupManager(context, node_ranks=cp)
-        store = PlanStore(first, manager, lambda plan: plan.check_job(topo=topo, layers=LAYERS, units=heads // tp))
-        self.runtime, self.args, self.recorder = CPRuntime(manager, store), argparse.Namespace(), Recorder()
-        planner = replanner_of(costs_of(self.dsv, device=None, head_dim=64), self.dsv, topo=topo,
-                               buckets=((1, tokens),), micro_batch=1, heads=heads, groups=heads, head_dim=64)
-        self.planning = CPPlanning(
-            self.runtime, planner, self.layers, self.dsv, self.args,
-            PlanningGroups(dist.group.WORLD, model, data, context), PlanLog(rank, folder, self.recorder),
-            layers=LAYERS, heads=heads, kv_heads=heads)
-
-    @property
-    def plan(self) -> CPPlan:
-        return self.runtime.store.plan
-
-    def step(self, step: int, work=lambda scheme: None, *, profiles: bool = True) -> None:
-        """One step, finished as number ``step``."""
-        self.planning.begin_micro_batch(profiles=profiles, tokens=self.plan.buckets[-1][1])
-        work(self)
-        self.planning.end_step(step)
-
-    def turn(self, *sparse: bool, seed: int = 0) -> None:
-        """The layers' gates and budgets change."""
-        for layer, flag in zip(self.layers.values(), sparse):
-            layer.sparse, layer.seed = flag, seed
 
 
 def dense_then_sparse(folder, cluster) -> tuple:
@@ -133,19 +59,6 @@ def test_all_ranks_take_one_plan_made_from_all_heads(tmp_path, slow_links):
     events = [line for line in (tmp_path / "plans.jsonl").read_text().splitlines() if "committed" in line]
     assert len(events) == 2
     assert all(not (tmp_path / "logs" / f"rank{rank}.txt").read_text() for rank in range(1, 8))
-
-
-def attend(whole: Whole, job: Job) -> None:
-    """Every layer's block runs once, as the plan in force splits it."""
-    problem, manager = whole.problem, job.runtime.manager
-    scheme = HybridScheme(manager, range(problem.heads), tp_rank=0, proxies=2, kernels=EXACT)
-    for block in job.plan.blocks[0]:
-        if block.sparse:
-            run_block(scheme, whole, block)
-        else:
-            q, k, v = (share(x, manager.rank, problem.ranks).clone().requires_grad_()
-                       for x in (whole.q, whole.k, whole.v))
-            scheme.attend(q, k, v, Pending(None, whole.kv_length, block), softmax_scale=1.0).sum().backward()
 
 
 def watched_coverage(whole: Whole, cluster: str) -> tuple:
@@ -251,6 +164,42 @@ def test_a_resumed_run_has_the_plan_it_had_and_another_topology_keeps_what_was_l
                     "selects blocks of 4; it is solved anew")
 
 
+def waiting(whole: Whole) -> list:
+    """What the next checkpoint would hold after each profile, beside the hysteresis in force on this rank."""
+    job = Job(cp=4, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4, dsv_kv_block_size=2,
+              dsv_predictor_proxies=2, dsv_cp_replan_interval=3)
+    job.turn(True, True)
+    job.planning.begin_run(None, 0)
+    seen = []
+    for step in range(1, 7):
+        if step == 5:
+            job.turn(True, True, seed=3)
+        fault, job.runtime.store._check = job.runtime.store._check, job.runtime.store._check
+        if step == 6 and dist.get_rank() == 1:
+            job.runtime.store._check = refuse
+        if step == 6:
+            job.turn(False, True, seed=3)
+        job.step(step, lambda job: attend(whole, job))
+        job.runtime.store._check = fault
+        kept = PlanningRecord.read(stored_text(job.args))
+        seen.append((kept.states(job.planning._fresh, 1), job.planning.replanner.states, job.plan.version))
+    return seen
+
+
+def refuse(plan: CPPlan) -> None:
+    raise ValueError("not this one")
+
+
+def test_a_checkpoint_holds_the_hysteresis_in_force_whatever_became_of_the_profile():
+    """Profiles that hurry blocks and do not solve, that solve in vain, and whose plan is refused."""
+    ranks = run_ranks(waiting, 4, Whole(Problem(4, units=4)))
+    assert all(seen == ranks[0] for seen in ranks)
+    for kept, in_force, _ in ranks[0]:
+        assert kept == in_force
+    assert ranks[0][0][0][0].waited == (1, 1), "coverage was measured for the first time: no second profile is due"
+    assert ranks[0][5][2] == ranks[0][4][2], "the last plan was refused"
+
+
 def test_a_damaged_record_costs_a_line_and_a_new_plan(tmp_path):
     whole = Whole(Problem(2, units=4))
 
@@ -282,6 +231,39 @@ def timed(whole: Whole, **flags) -> tuple:
     job.step(2, lambda job: attend(whole, job))
     predicted = job.planning.replanner.predicted_ms(job.plan, job.planning._profile(), 0, tokens=whole.problem.tokens)
     return job.planning.replanner.corrections.to_data(), predicted, job.recorder.report()
+
+
+def turned_since_the_plan(whole: Whole) -> tuple:
+    """Both blocks are planned sparse; one attends densely, as the dispatcher may decide between two plans."""
+    job = Job(cp=2, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4, dsv_kv_block_size=2,
+              dsv_predictor_proxies=2)
+    job.turn(True, True)
+    job.planning.begin_run(None, 0)
+    plan = job.plan.blocks[0]
+    assert all(block.sparse for block in plan)
+    seen = []
+    job.planning.log.measured = lambda sums, stale, step: seen.append(sums)
+
+    def work(job: Job) -> None:
+        scheme = HybridScheme(job.runtime.manager, range(4), tp_rank=0, proxies=2, kernels=EXACT)
+        run_block(scheme, whole, plan[0])
+        q, k, v = (share(x, job.runtime.manager.rank, 2).clone().requires_grad_() for x in (whole.q, whole.k, whole.v))
+        dense = attending(plan[1], sparse=False, kv_block=2)
+        scheme.attend(q, k, v, Pending(None, whole.kv_length, dense), softmax_scale=1.0).sum().backward()
+
+    ticks = itertools.count()
+    job.runtime.manager.watch = BlockWatch(clock=lambda: next(ticks) / 1000)
+    for step in (1, 2):
+        job.step(step, work)
+    return seen
+
+
+def test_a_block_that_ran_otherwise_than_planned_is_no_measurement_of_its_plan():
+    for seen in run_ranks(turned_since_the_plan, 2, Whole(Problem(2, units=4))):
+        (sums,) = seen
+        (pair,) = sums.values()
+        # A selection, a forward and a backward of one block, a millisecond each.
+        assert pair[0] == pytest.approx(3.0)
 
 
 def test_a_rank_that_waits_measures_nothing_and_all_learn_the_same():
