@@ -63,15 +63,13 @@ class CPGroupManager:
         backing: one of ``BACKINGS``.
         device: where warm-up tensors live: the device of the group's backend.
         timeout: of the communicators made here; those of ``cp_group`` were set where it was made.
-        max_communicators: how many may be made beside ``cp_group``'s; None is any number.
 
     Raises:
         ValueError: an unknown backing, or node blocks that do not divide the group.
     """
 
     def __init__(self, cp_group: dist.ProcessGroup, *, node_ranks: int, backing: str = "parents",
-                 device: torch.device | str = "cpu", timeout: timedelta = timedelta(minutes=10),
-                 max_communicators: int | None = None) -> None:
+                 device: torch.device | str = "cpu", timeout: timedelta = timedelta(minutes=10)) -> None:
         if backing not in BACKINGS:
             raise ValueError(f"backing of context-parallel groups must be one of {', '.join(BACKINGS)}, "
                              f"got {backing!r}")
@@ -80,7 +78,6 @@ class CPGroupManager:
             raise ValueError(f"node_ranks must divide the {self.size} context-parallel ranks, got {node_ranks}; "
                              "choose a divisor, or backing='virtual'")
         self.node_ranks, self.backing, self.device, self.timeout = node_ranks, backing, torch.device(device), timeout
-        self.max_communicators = max_communicators
         self.log = CallLog()
         self.watch = BlockWatch()
         self._global_ranks = dist.get_process_group_ranks(cp_group)
@@ -95,13 +92,8 @@ class CPGroupManager:
 
     def check(self, splits: Iterable[Split]) -> None:
         """Raises ValueError unless ``prepare`` could serve these splits. Calls no collective."""
-        wanted = set(self._made)
         for split in splits:
             check_split(split, self.size)
-            wanted |= {made for family in families(split) if (made := self._home(family)) is not None}
-        if self.max_communicators is not None and len(wanted) > self.max_communicators:
-            raise ValueError(f"the plan needs {len(wanted)} communicators beside the context-parallel one, at most "
-                             f"{self.max_communicators} are allowed; use fewer splits or backing='parents'")
 
     def prepare(self, splits: Iterable[Split]) -> int:
         """Makes and warms up what these splits need; all ranks together, outside any step.

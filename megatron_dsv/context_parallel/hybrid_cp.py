@@ -42,14 +42,12 @@ class HybridScheme(AttentionScheme):
         tp_rank: this rank's row of the plans' ``unit_order``.
         proxies: P.
         kernels: what computes.
-        keeps_payload: as in ``SequenceAttention``.
     """
 
     def __init__(self, manager: CPGroupManager, query_heads: range, *, tp_rank: int, proxies: int,
-                 kernels: Kernels | None = None, keeps_payload: bool = False) -> None:
+                 kernels: Kernels | None = None) -> None:
         self.manager, self.query_heads, self.tp_rank, self.proxies = manager, query_heads, tp_rank, proxies
         self.kernels = Kernels() if kernels is None else kernels
-        self.keeps_payload = keeps_payload
         self._heads: dict[BlockPlan, HeadExchange] = {}
         self._stages: dict[tuple[BlockPlan, int, int], KeyStages] = {}
 
@@ -108,7 +106,7 @@ class HybridScheme(AttentionScheme):
         exchange = pending.exchange
         if exchange is None:
             exchange = self._exchange_without_rows(plan, q, pending)
-        attention = SequenceAttention(exchange, self.kernels, softmax_scale, self.keeps_payload, _name(plan))
+        attention = SequenceAttention(exchange, self.kernels, softmax_scale, _name(plan))
         return _PlannedAttention.apply(q, k, v, self._head_exchange(plan), attention, self.manager.watch, plan.layer)
 
     @torch.no_grad()
@@ -228,20 +226,20 @@ class _PlannedAttention(torch.autograd.Function):
         ctx.ratio = q.shape[2] // k.shape[2]
         with watch.span(layer, FORWARD, q.device):
             q, k, v = heads.to_heads([q, k, v], f"{attention.what}, q, k and v to their heads")
-            out, lse, kept = attention.forward(q, k, v)
-            ctx.save_for_backward(q, k, v, out, lse, *kept)
+            out, lse = attention.forward(q, k, v)
+            ctx.save_for_backward(q, k, v, out, lse)
             return heads.to_tokens([out], [ctx.ratio], f"{attention.what}, out to its tokens")[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         heads, attention = ctx.heads, ctx.attention
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         with ctx.watch.span(ctx.layer, BACKWARD, dout.device):
             # Autograd may hand over an expanded gradient, whose last stride is 0.
             dout = dout if dout.stride(-1) == 1 else dout.contiguous()
             dout, = heads.to_heads([dout], f"{attention.what}, gradient of out to its heads")
-            grads = attention.backward(dout, q, k, v, out, lse, kept)
+            grads = attention.backward(dout, q, k, v, out, lse)
             dq, dk, dv = heads.to_tokens(grads, [ctx.ratio, 1, 1], f"{attention.what}, gradients to their tokens")
         return dq, dk, dv, None, None, None, None
 

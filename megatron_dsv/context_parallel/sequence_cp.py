@@ -1,8 +1,8 @@
 """sequence_cp: attention of one rank's queries over the keys of its whole sequence group, stage by stage.
 
 While the keys of one stage travel, attention over those of the stage before is computed; two stages' keys at most are
-held at a time. Partial results are merged by their lse. The backward sends the same rows again (or keeps them), and
-returns the rows' gradients to their owners, which add them in a fixed order.
+held at a time. Partial results are merged by their lse. The backward sends the same rows again, and returns the
+rows' gradients to their owners, which add them in a fixed order.
 
 Dims: m query and key tokens of this rank, b batch, h query heads, n key/value heads, d head dim, T stages.
 """
@@ -65,44 +65,40 @@ class SequenceAttention:
         exchange: what travels.
         kernels: what computes.
         softmax_scale: factor on the logits.
-        keeps_payload: the backward reads the rows that the forward received instead of fetching them again: faster,
-            and as much memory as all stages' rows.
         what: names the exchange.
     """
 
     exchange: Exchange
     kernels: Kernels
     softmax_scale: float
-    keeps_payload: bool
     what: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """q [m, b, h, d], k, v [m, b, n, d] -> out [m, b, h, d], lse [b, h, m], and the rows kept for the backward."""
-        merged, kept = RunningMerge(), []
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q [m, b, h, d], k, v [m, b, n, d] -> out [m, b, h, d] and lse [b, h, m]."""
+        merged = RunningMerge()
         coming = self._fetch(1, k, v)
         for stage in range(self._count + 1):
             keys, values = k, v
             if stage:
                 rows = self._arrived(coming)
-                kept += [rows] if self.keeps_payload else []
                 coming = self._fetch(stage + 1, k, v)
                 keys, values = self.exchange.receive(stage, rows)
             self._attend(merged, stage, q, keys, values)
-        return *merged.result(q), kept
+        return merged.result(q)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                 kept: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [m, b, h, d], dk and dv [m, b, n, d] from the merged out and lse."""
         m, b, n, d = k.shape
         dq: Tensor | None = None
         total = torch.zeros((b, n, m, 2, d), dtype=lse.dtype, device=k.device)
-        coming = None if kept else self._fetch(1, k, v)
+        coming = self._fetch(1, k, v)
         returning: tuple[int, Arrival, Tensor] | None = None
         for stage in range(self._count + 1):
             keys, values = k, v
             if stage:
-                rows = kept[stage - 1] if kept else self._arrived(coming)
-                coming = None if kept else self._fetch(stage + 1, k, v)
+                rows = self._arrived(coming)
+                coming = self._fetch(stage + 1, k, v)
                 keys, values = self.exchange.receive(stage, rows)
             wanted = self.exchange.keys(stage)
             grads = None if wanted is None else self.kernels.backward(

@@ -26,8 +26,6 @@ def prepared(ranks: int, *, node_ranks: int, backing: str = "parents") -> CPGrou
     return manager
 
 
-def scheme_of(manager: CPGroupManager, problem: Problem, *, kernels: Kernels = EXACT,
-              keeps_payload: bool = False) -> HybridScheme:
+def scheme_of(manager: CPGroupManager, problem: Problem, *, kernels: Kernels = EXACT) -> HybridScheme:
     """The scheme of a model with this problem's heads."""
-    return HybridScheme(manager, range(problem.heads), tp_rank=0, proxies=PROXIES, kernels=kernels,
-                        keeps_payload=keeps_payload)
+    return HybridScheme(manager, range(problem.heads), tp_rank=0, proxies=PROXIES, kernels=kernels)

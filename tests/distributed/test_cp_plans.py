@@ -92,22 +92,6 @@ def test_garbage_is_refused_by_all():
         assert outcome[3] == 0
 
 
-def too_many(problem: Problem) -> tuple:
-    manager = CPGroupManager(dist.group.WORLD, node_ranks=1, backing="dedicated", max_communicators=1)
-    topo, bucket = Topology(4), ((1, problem.tokens),)
-    store = PlanStore(CPPlan(0, 0, topo, bucket, ((make_plan(all_splits(4)[0], problem),),)), manager,
-                      lambda plan: None)
-    blocks = tuple(make_plan(split, problem, layer=layer) for layer, split in enumerate(all_splits(4)))
-    decision = proposed(store, CPPlan(1, 1, topo, bucket, (blocks,)))
-    return decision.committed, decision.reason, len(manager._made)
-
-
-def test_a_plan_with_more_communicators_than_allowed_is_refused_before_any_is_made():
-    for committed, reason, made in run_ranks(too_many, 4, Problem(4)):
-        assert (committed, made) == (False, 0)
-        assert "needs 2 communicators beside the context-parallel one, at most 1 are allowed" in reason
-
-
 def lost_rank(problem: Problem, how: int) -> tuple[str, str, float]:
     """Rank 1 is killed or stopped when the others vote."""
     store = store_of(problem)
@@ -247,9 +231,8 @@ def test_a_split_that_was_not_prepared_is_refused():
             CPGroupManager(dist.group.WORLD, node_ranks=3)
         with pytest.raises(ValueError, match="backing of context-parallel groups must be one of parents"):
             CPGroupManager(dist.group.WORLD, node_ranks=2, backing="own")
-        with pytest.raises(ValueError, match="at most 1 are allowed"):
-            CPGroupManager(dist.group.WORLD, node_ranks=2, backing="dedicated", max_communicators=1).check(
-                all_splits(4))
+        with pytest.raises(ValueError, match="g_h x g_s must be the context-parallel size, 4, got"):
+            manager.prepare([*all_splits(4), *all_splits(2)])
         return str(caught.value)
 
     assert all("never made in a step" in message for message in run_ranks(ask, 4, Problem(4)))
