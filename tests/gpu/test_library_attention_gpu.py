@@ -8,7 +8,7 @@ import torch
 from megatron_dsv.kernels.dense_attention import api as dense
 from megatron_dsv.kernels.library import hopper_limit
 from megatron_dsv.kernels.selection import KVSelection, from_block_mask
-from megatron_dsv.kernels.sparse_attention import api, cudnn, flash4
+from megatron_dsv.kernels.sparse_attention import api, cudnn, head_chunks
 from megatron_dsv.testing.attention_oracle import (
     AttentionCase,
     assert_within_budget,
@@ -68,7 +68,8 @@ def test_sparse_backends_stay_within_the_budget(backend, changes):
 
 
 @pytest.mark.parametrize(("backend", "module", "bound"), [
-    ("flash4", flash4, "_RECTANGLE_ENTRIES"), ("cudnn", cudnn, "_SMALL_WORKSPACE")])
+    ("flash4", head_chunks, "RECTANGLE_ENTRIES"), ("cudnn", head_chunks, "RECTANGLE_ENTRIES"),
+    ("cudnn", cudnn, "_SMALL_WORKSPACE")])
 def test_chunks_of_heads_change_nothing(backend, module, bound, monkeypatch):
     selection, _, (q, k, v, dout) = _inputs(replace(CASE, heads_kv=4 if backend == "cudnn" else 2))
     _require(q, backend)

@@ -1,14 +1,15 @@
 """Sparse attention through the block-sparse kernels of nvidia-cudnn-frontend (cudnn.BSA, CuTe DSL) for Hopper.
 
 Dims: s query tokens, sk key tokens, b batch, h heads, Nq query groups, Nk key blocks, d head dim. The library wants
-rectangles of block numbers; the permutations here are views, and batch items go through one by one.
+rectangles of block numbers; the permutations here are views, and batch items go through one by one, heads in chunks
+that bound the rectangle.
 
 It reads how many tokens of each key block are valid, and multiplies masked probabilities, which are 0, with the keys
 and values there: padding must be finite. It inverts the lists itself, so its backward needs no key-major twin. Counts
 that differ between rows cost its forward at 128-token blocks about half its speed; at 64 they cost nothing.
 Its kernels are compiled once, except for the inversion, which is compiled again when ``max_row_count`` reaches another
 multiple of ``_WIDTH``. The backward sums in fp32 with atomics, in a workspace of three fp32 tensors of the shape of the
-queries that it is given; heads go through in chunks, so that it is no larger than one of all queries (or 512 MiB).
+queries that it is given; its chunks of heads are so few that it is no larger than one of all queries (or 512 MiB).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megatron_dsv.kernels.library import hopper_limit
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention.head_chunks import head_chunks
 
 HEAD_DIM = 128
 BLOCKS = (64, 128)
@@ -60,18 +62,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_
     """out [s, b, h, d] and lse fp32 [b, h, s] of q [s, b, h, d] over the selected keys of k, v [sk, b, h, d]."""
     from cudnn.block_sparse_attention import block_sparse_attention_forward
 
-    outs, lses = [], []
-    for item in range(q.shape[1]):
-        part = _item(selection, item)
-        indices, counts, valid = _lists(part, slice(0, q.shape[2]))
-        queries, keys, values = (x[:, item][None] for x in (q, k, v))
+    def call(item: int, heads: slice) -> tuple[Tensor, Tensor]:
+        indices, counts, valid = _lists(_item(selection, item), heads)
+        queries, keys, values = (x[:, item, heads][None] for x in (q, k, v))
         result = block_sparse_attention_forward(
             queries, keys, values, indices, block_sizes=valid, q2k_block_nums=counts,
             sparse_block_size=selection.q_block_size, allow_empty_block_nums=True, softmax_scale=softmax_scale,
             layout="bshd")
-        outs.append(result["o_tensor"].transpose(0, 1))
-        lses.append(result["lse_tensor"])
-    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=1), torch.cat(lses))
+        return result["o_tensor"].transpose(0, 1), result["lse_tensor"]
+
+    calls = [(item, heads) for item in range(q.shape[1]) for heads in _head_chunks(q, selection)]
+    if len(calls) == 1:
+        return call(*calls[0])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[1], q.shape[2], q.shape[0]), dtype=torch.float32, device=q.device)
+    for item, heads in calls:
+        out[:, item:item + 1, heads], lse[item:item + 1, heads] = call(item, heads)
+    return out, lse
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: KVSelection, *,
@@ -83,7 +90,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for item in range(q.shape[1]):
         part = _item(selection, item)
-        for heads in _head_chunks(q, k):
+        for heads in _head_chunks(q, selection, _heads_within_workspace(q, k)):
             indices, counts, valid = _lists(part, heads)
             # Heads as batch items: only those may differ in their valid keys here.
             tensors = [x[:, item, heads].transpose(0, 1)[:, None] for x in (dout, q, k, v, out)]
@@ -119,11 +126,15 @@ def _lists(selection: KVSelection, heads: slice) -> tuple[Tensor, Tensor, Tensor
     return lists.indices, lists.whole + lists.cut, valid
 
 
-def _head_chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Slices of heads whose fp32 workspace stays within the bound."""
-    heads = q.shape[2]
-    per_head = 4 * HEAD_DIM * (q.shape[0] + 2 * k.shape[0])
-    bound = max(_SMALL_WORKSPACE, 4 * HEAD_DIM * q.shape[0] * heads)
-    step = -(-heads // min(heads, -(-heads * per_head // bound)))
-    for first in range(0, heads, step):
-        yield slice(first, min(heads, first + step))
+def _head_chunks(q: Tensor, selection: KVSelection, most_heads: int | None = None) -> Iterator[slice]:
+    """Slices of heads, at most ``most_heads`` each, whose rectangle for one batch item stays within its bound."""
+    width = -(-max(1, selection.max_row_count) // _WIDTH) * _WIDTH
+    for heads, _ in head_chunks(q.shape[2], q.shape[2], row_entries=selection.num_query_groups * width,
+                                most_heads=most_heads):
+        yield heads
+
+
+def _heads_within_workspace(q: Tensor, k: Tensor) -> int:
+    """Heads whose fp32 workspace of the backward stays within its bound."""
+    bound = max(_SMALL_WORKSPACE, 4 * HEAD_DIM * q.shape[0] * q.shape[2])
+    return bound // (4 * HEAD_DIM * (q.shape[0] + 2 * k.shape[0]))

@@ -15,7 +15,6 @@ chunks that bound it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from torch import Tensor
 
 from megatron_dsv.kernels.library import hopper_limit
 from megatron_dsv.kernels.selection import KVSelection
+from megatron_dsv.kernels.sparse_attention.head_chunks import head_chunks
 
 BLOCK = 128
 HEAD_DIMS = (64, 96, 128, 256)
-_RECTANGLE_ENTRIES = 1 << 25
-"""Entries of a rectangle, int32; more are split by heads."""
 
 
 def limit(q: Tensor, selection: KVSelection, *, deterministic: bool = False) -> str | None:
@@ -59,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_
     lse = torch.empty((q.shape[1], q.shape[2], q.shape[0]), dtype=torch.float32, device=q.device)
     split = _split(q)
     row_entries = q.shape[1] * selection.num_query_groups * selection.max_row_count * split
-    for heads, kv_heads in _head_chunks(q, k, row_entries):
+    for heads, kv_heads in head_chunks(q.shape[2], k.shape[2], row_entries=row_entries):
         lists = rectangle.by_query(selection, heads, split=split)
         _flash_attn_fwd(
             *_batch_first(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]), softmax_scale=softmax_scale,
@@ -79,7 +77,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     split = _split(q)
     row_entries = q.shape[1] * selection.num_query_groups * selection.num_kv_blocks * split
-    for heads, kv_heads in _head_chunks(q, k, row_entries):
+    for heads, kv_heads in head_chunks(q.shape[2], k.shape[2], row_entries=row_entries):
         lists = rectangle.by_key(selection, heads, split=split)
         grads = _batch_first(dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads])
         _flash_attn_bwd(
@@ -92,16 +90,6 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 def _split(q: Tensor) -> int:
     """List blocks per selected block: tiles of head dim 256 span 64 keys."""
     return 2 if q.shape[-1] > 128 else 1
-
-
-def _head_chunks(q: Tensor, k: Tensor, entries_per_head: int) -> Iterator[tuple[slice, slice]]:
-    """(query heads, key/value heads) pairs, whole groups of query heads, whose rectangles stay within the bound."""
-    kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
-    chunks = min(kv_heads, -(-kv_heads * ratio * entries_per_head // _RECTANGLE_ENTRIES))
-    step = -(-kv_heads // max(1, chunks))
-    for first in range(0, kv_heads, step):
-        last = min(kv_heads, first + step)
-        yield slice(first * ratio, last * ratio), slice(first, last)
 
 
 def _batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:

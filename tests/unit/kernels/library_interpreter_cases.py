@@ -12,7 +12,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from megatron_dsv.kernels.sparse_attention import api, cudnn, flash4
+from megatron_dsv.kernels.sparse_attention import api, cudnn, flash4, head_chunks
+from megatron_dsv.kernels.sparse_attention.triton import rectangle
 from megatron_dsv.testing.attention_oracle import AttentionCase, oracle, random_qkv, random_selection
 
 Blocks = namedtuple("Blocks", "mask_block_cnt mask_block_idx full_block_cnt full_block_idx block_size")
@@ -121,8 +122,11 @@ def libraries(monkeypatch):
     ("cudnn", 128, 128, 4, True)])
 def test_what_the_libraries_are_asked_is_the_selection(backend, block, d, heads_kv, chunked, monkeypatch):
     if chunked:
-        monkeypatch.setattr(flash4, "_RECTANGLE_ENTRIES", 1)
+        monkeypatch.setattr(head_chunks, "RECTANGLE_ENTRIES", 1)
         monkeypatch.setattr(cudnn, "_SMALL_WORKSPACE", 1)
+    heads_at_once, lists = [], rectangle.by_query
+    monkeypatch.setattr(rectangle, "by_query", lambda selection, heads, **options: (
+        heads_at_once.append(heads.stop - heads.start), lists(selection, heads, **options))[1])
     case = AttentionCase(s=256, sk=330, b=1 + (d == 64), h=4, heads_kv=heads_kv, d=d, q_block=block, kv_block=block,
                          kv_padding=31)
     selection, _ = random_selection(case, seed=block)
@@ -135,6 +139,8 @@ def test_what_the_libraries_are_asked_is_the_selection(backend, block, d, heads_
             results.append((out, lse, *api.backward(dout, q, k, v, out, lse, selection, backend=name)))
     finally:
         torch.use_deterministic_algorithms(False)
+    assert heads_at_once
+    assert set(heads_at_once) == {1} if chunked else max(heads_at_once) == 4
     for mine, exact in zip(*results):
         assert mine.is_contiguous()
         torch.testing.assert_close(mine, exact, rtol=2**-6, atol=2**-8)
