@@ -18,6 +18,8 @@ BASE_BYTES = 2**30
 """CUDA's context and libraries' workspaces."""
 FIRST_COMMUNICATOR_BYTES = (474 + 446) * 2**20
 """What the first all-reduce and the first all-to-all take on a GPU."""
+PREDICTOR_BYTES = 16
+"""Of a predictor's parameter: fp32 weight, gradient and two moments, on every data-parallel rank."""
 FRAGMENTATION = 0.05
 """Share of the memory that the allocator cannot use."""
 
@@ -28,7 +30,7 @@ def usable_bytes(cluster: Cluster) -> int:
 
 
 def memory_parts(job: Job, layout: JobLayout, cluster: Cluster, recompute: str) -> dict[str, int]:
-    """Bytes of the fullest GPU by part, attention left out; the first pipeline stage holds the most.
+    """Bytes of the fullest GPU by part, attention left out.
 
     Args:
         job: what is trained.
@@ -36,12 +38,26 @@ def memory_parts(job: Job, layout: JobLayout, cluster: Cluster, recompute: str) 
         cluster: memory of a communicator.
         recompute: "full" or "none".
     """
+    every = [_of_stage(job, layout, cluster, recompute, layers, min(layout.pp - stage, job.micro_batches(layout)))
+             for stage, layers in enumerate(job.layers_of_stages(layout))]
+    return max(every, key=lambda parts: sum(parts.values()))
+
+
+def predictor_parameters(job: Job, tp: int) -> int:
+    """Weights and biases of one layer's predictor on one tensor-parallel rank."""
+    if not job.has_predictors:
+        return 0
+    channels = job.model.hidden if job.predictor_reads_hidden else job.model.head_dim
+    return job.predictor_rank * (job.model.heads + job.model.groups) // tp * (channels + 1)
+
+
+def _of_stage(job: Job, layout: JobLayout, cluster: Cluster, recompute: str, layers: int,
+              in_flight: int) -> dict[str, int]:
+    """The parts of a stage of so many layers with so many micro-batches in flight."""
     model, shards = job.model, layout.dp * layout.cp if job.sharded_optimizer else 1
     around = model.parameters - model.layers * model.layer_parameters
-    weights = (model.layers * model.layer_parameters // layout.pp + around) // layout.tp
+    weights = (layers * model.layer_parameters + around) // layout.tp
     tokens = job.padded_tokens(layout) * job.micro_batch // (layout.cp * layout.tp)
-    layers = model.layers // layout.pp
-    in_flight = min(layout.pp, job.micro_batches(layout))
     one_layer = tokens * BYTES * (LAYER_TENSORS * model.hidden + model.matrices * model.ffn)
     inputs = tokens * BYTES * model.hidden
     if recompute == "full":
@@ -49,14 +65,13 @@ def memory_parts(job: Job, layout: JobLayout, cluster: Cluster, recompute: str) 
     else:
         # Queries, keys, values and outputs stay, too.
         activations = (one_layer + 4 * tokens * BYTES * model.width) * layers * in_flight
-    predictors = 32 * model.heads * (model.hidden + 1) * layers if job.sparse else 0
     groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp)) + (layout.cp > 1)
     return {
         "weights": 2 * weights,
         "gradients": 4 * weights,
         "optimizer": 12 * weights // shards if job.optimizer else 0,
         "ema": 4 * weights // shards if job.ema else 0,
-        "predictors": 16 * predictors,
+        "predictors": PREDICTOR_BYTES * predictor_parameters(job, layout.tp) * layers,
         "activations": activations,
         "communicators": groups * cluster.communicator_mib * 2**20 + (FIRST_COMMUNICATOR_BYTES if groups else 0),
         "base": BASE_BYTES,

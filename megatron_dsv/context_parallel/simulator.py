@@ -5,6 +5,7 @@ Symbols: S tokens of a sample, s = S / (cp tp) tokens of a rank, h hidden size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -167,7 +168,8 @@ class Simulator:
     def _shape(self, layout: JobLayout) -> AttentionShape:
         job, model = self.job, self.job.model
         return AttentionShape(job.padded_tokens(layout), job.micro_batch, model.groups // layout.tp,
-                              model.heads // model.groups, model.head_dim, job.q_block, job.kv_block)
+                              model.heads // model.groups, model.head_dim, job.q_block, job.kv_block,
+                              job.predictor_rank, job.proxies)
 
     def _blocks(self, layout: JobLayout, memory: int) -> list[Candidate] | None:
         """Every block's plan under a memory limit, sparse where that is faster; None where one does not fit."""
@@ -195,6 +197,8 @@ class Simulator:
     def _plan(self, layout: JobLayout, memory: int) -> list[Candidate]:
         problem = self.problem(layout, memory)
         stats = self.stats(problem.shape.tokens)
+        if self.job.sparse and not self.job.dispatches:
+            return plan_blocks(problem, stats, [True] * len(stats))
         dense = plan_blocks(problem, [BlockStats((1.0,) * self.job.model.heads)] * len(stats), [False] * len(stats))
         if not self.job.sparse:
             return dense
@@ -203,12 +207,13 @@ class Simulator:
         return [s if s.cost.total + extra < d.cost.total else d for s, d in zip(sparse, dense)]
 
     def _step(self, layout: JobLayout, recompute: str, parts: dict[str, int], blocks: list[Candidate]) -> Simulation:
-        micro, per_stage = self.job.micro_batches(layout), self.job.model.layers // layout.pp
+        micro, ends = self.job.micro_batches(layout), list(itertools.accumulate(self.job.layers_of_stages(layout)))
         linear, elementwise, tensor = self._layer_ns(layout)
         predictors = self._predictor_ns(layout)
         forward, backward, rows = [], [], []
-        for stage in range(layout.pp):
-            costs = [c.cost for c in blocks[stage * per_stage:(stage + 1) * per_stage]]
+        for first, end in zip([0, *ends], ends):
+            per_stage = end - first
+            costs = [c.cost for c in blocks[first:end]]
             shared = sum((c.exposed + c.a2a) // 2 for c in costs)
             attend, select = sum(c.forward - c.select for c in costs), sum(c.select for c in costs)
             back = sum(c.backward for c in costs)
@@ -253,9 +258,9 @@ class Simulator:
                 ELEMENTWISE_TENSORS * bytes_ / ranks / cluster.hbm_gbps, tensor)
 
     def _predictor_ns(self, layout: JobLayout) -> float:
-        """One layer's predictor loss; nothing in dense runs."""
+        """One layer's predictor loss."""
         job = self.job
-        if not job.sparse or not job.predictor_stride:
+        if not job.has_predictors or not job.predictor_stride:
             return 0.0
         rows = job.tokens / job.predictor_stride
         return PREDICTOR_LOSS_NS * rows * job.tokens * job.model.heads * job.micro_batch / (layout.cp * layout.tp)
@@ -270,7 +275,8 @@ class Simulator:
         """(what the last backward and the first forward do not hide of the data-parallel collectives, the update)."""
         if not self.job.optimizer:
             return 0.0, 0.0
-        weights = self.job.model.parameters / (layout.tp * layout.pp)
+        share = max(self.job.layers_of_stages(layout)) / self.job.model.layers
+        weights = self.job.model.parameters / layout.tp * share
         shards = layout.dp * layout.cp
         update = OPTIMIZER_BYTES * weights / shards / self.cluster.hbm_gbps
         if shards == 1:
@@ -300,8 +306,9 @@ class Simulator:
             best = dense
             if self.job.sparse:
                 density = sum(block.density) / len(block.density)
-                best = min(dense, sum(self.kernels.sparse(shape.tokens, shape.tokens, heads, shape.head_dim, density))
-                           + self.kernels.select(shape.tokens, shape.tokens, heads) + self._predictor_ns(layout))
+                sparse = sum(self.kernels.sparse(shape.tokens, shape.tokens, heads, shape.head_dim, density)) \
+                    + self.kernels.select(shape.tokens, shape.tokens, heads) + self._predictor_ns(layout)
+                best = min(dense, sparse) if self.job.dispatches else sparse
             attention += best * stats.count(block) if isinstance(stats, list) else best
         model, micro = self.job.model, self.job.micro_batches(layout)
         stage = (model.layers * 3 * (linear + elementwise + tensor) + attention) / layout.pp
@@ -310,5 +317,6 @@ class Simulator:
 
 def dense_twin(simulator: Simulator) -> Simulator:
     """The same job with dense attention everywhere, for comparison."""
-    return Simulator(simulator.cluster, simulator.kernels, replace(simulator.job, sparse=False), simulator.stats,
+    return Simulator(simulator.cluster, simulator.kernels, replace(simulator.job, sparse=False, predictors=False),
+                     simulator.stats,
                      simulator.allowed, simulator.handling)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.embeddings import token_grid
-from megatron_dsv.sparsity.token_layout import TokenLayout, default_cube
+from megatron_dsv.sparsity.token_layout import TokenLayout, default_cube, pad_multiple
 
 
 def latent_layout(latent_shape: tuple[int, int, int], dit: VideoDiTConfig, dsv: DSVConfig,
                   tensor_parallel_size: int, context_parallel_size: int = 1) -> TokenLayout:
     """Cube order of the tokens of a latent video (frames, rows, columns).
 
-    The tail is padded to whole query groups and to equal shards of a tensor-parallel group. Under context parallelism
-    every rank gets as many tokens, whole query groups and whole key blocks.
+    The tail is padded as ``pad_multiple`` says.
     """
     cube = dsv.cube or default_cube(dsv.dsv_q_block_size)
-    whole = math.lcm(dsv.dsv_q_block_size, tensor_parallel_size)
-    if context_parallel_size > 1:
-        whole = math.lcm(whole, dsv.dsv_kv_block_size) * context_parallel_size
+    whole = pad_multiple(dsv.dsv_q_block_size, dsv.dsv_kv_block_size, tensor_parallel_size, context_parallel_size)
     return TokenLayout(token_grid(latent_shape, dit.patch), cube, whole)

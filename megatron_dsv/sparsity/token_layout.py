@@ -17,6 +17,16 @@ import torch
 from torch import Tensor
 
 
+def pad_multiple(q_block_size: int, kv_block_size: int, tensor_parallel_size: int, context_parallel_size: int) -> int:
+    """Tokens that a padded sequence is a multiple of.
+
+    Whole query groups and equal shards of a tensor-parallel group; under context parallelism every rank gets as many
+    tokens, whole query groups and whole key blocks.
+    """
+    whole = math.lcm(q_block_size, tensor_parallel_size)
+    return whole if context_parallel_size == 1 else math.lcm(whole, kv_block_size) * context_parallel_size
+
+
 def default_cube(q_block_size: int) -> tuple[int, int, int]:
     """The most nearly cubic (ct, ch, cw) of ``q_block_size`` tokens: 32 -> 2,4,4; 64 -> 4,4,4; 128 -> 4,4,8.
 

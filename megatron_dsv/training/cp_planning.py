@@ -183,14 +183,15 @@ class CPPlanning:
                 failure = str(error)
         states = self.replanner.states if proposal is None else proposal.states
         said = json.loads(self._told(json.dumps({
-            "proposes": proposal is not None, "failure": failure,
+            "proposes": None if proposal is None else proposal.plan.version, "failure": failure,
             "waited": [list(state.waited) for state in states]}).encode()))
         takes_effect = True
-        if said["proposes"]:
+        if said["proposes"] is not None:
             decision = self._propose(None if proposal is None else proposal.plan)
             takes_effect = decision.committed
             seconds = time.perf_counter() - started
-            self.log.decided(before, store.plan, proposal, decision, step=step, seconds=seconds)
+            self.log.decided(before, store.plan, proposal, decision, version=said["proposes"], step=step,
+                             seconds=seconds)
         elif said["failure"]:
             self.log.failed(before, said["failure"], step)
         if takes_effect:

@@ -111,13 +111,17 @@ def layout_of(args: argparse.Namespace) -> JobLayout:
 def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
     """The launch at one sequence length, padding included, on the machines that its flags name."""
     from megatron_dsv.training.cp_costs import costs_of
+    from megatron_dsv.training.flag_relations import layers_per_stage
 
     dsv = from_args(DSVConfig, args)
     # Without grouped queries, which are refused, Megatron's default of one group means nothing.
     model = ModelShape.from_settings("of the flags", {**vars(args), "num_query_groups": args.num_attention_heads})
-    sparse = dsv.has_predictor and dsv.dsv_sparse_stage != "predictor"
+    window = dsv.window_fraction is not None
     job = Job(model, tokens, args.global_batch_size, args.micro_batch_size, dsv.dsv_q_block_size,
-              dsv.dsv_kv_block_size, sparse=sparse, predictor_stride=dsv.dsv_predictor_query_stride,
+              dsv.dsv_kv_block_size, sparse=window or (dsv.has_predictor and dsv.dsv_sparse_stage != "predictor"),
+              dispatches=not window, predictors=dsv.has_predictor, predictor_rank=dsv.dsv_predictor_rank,
+              proxies=dsv.dsv_predictor_proxies, predictor_reads_hidden=dsv.dsv_predictor_input == "hidden",
+              predictor_stride=dsv.dsv_predictor_query_stride, stages=tuple(layers_per_stage(args)),
               recompute="full" if args.recompute_granularity == "full" else "none", ema=args.ema_decay > 0,
               sharded_optimizer=bool(args.use_distributed_optimizer), max_padding=math.inf)
     if args.dry_run_cluster is not None:
@@ -137,14 +141,17 @@ def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
 
 
 def _stats(dsv: DSVConfig, model: ModelShape, args: argparse.Namespace, tokens: int) -> list[BlockStats]:
-    """What blocks keep: the forced share, or what a trained model of the same depth was measured to."""
+    """What blocks keep: the forced share, a window's, or what a trained model of the same depth was measured to."""
     sizes = [size for size in range(1, args.context_parallel_size + 1) if args.context_parallel_size % size == 0]
-    if dsv.dsv_keep_ratio is None:
+    fixed, pattern = dsv.dsv_keep_ratio, _ASSUMED.pattern
+    if dsv.window_fraction is not None:
+        fixed, pattern = dsv.window_fraction**3, "local"
+    if fixed is None:
         return _ASSUMED.stats(model.layers, model.heads, model.groups, tokens=tokens, q_block=dsv.dsv_q_block_size,
                               sizes=sizes)
-    kept = (dsv.dsv_keep_ratio,) * model.heads
+    kept = (fixed,) * model.heads
     covered = modelled_coverage(kept, model.heads // model.groups, tokens=tokens, q_block=dsv.dsv_q_block_size,
-                                pattern=_ASSUMED.pattern, sizes=sizes)
+                                pattern=pattern, sizes=sizes)
     return [BlockStats(kept, covered)] * model.layers
 
 

@@ -26,20 +26,22 @@ class PlanLog:
 
     def __init__(self, rank: int, folder: Path | None, recorder: Recorder) -> None:
         self._rank, self._folder, self._recorder = rank, folder, recorder
+        self._writes = True
 
     def source(self, phrase: str) -> None:
         """Where costs come from; once a launch."""
         if self._rank == 0:
             _say(f"context-parallel plans are solved with {phrase}")
 
-    def decided(self, before: CPPlan, now: CPPlan, proposal: Proposal | None, decision: Decision, *, step: int,
-                seconds: float) -> None:
+    def decided(self, before: CPPlan, now: CPPlan, proposal: Proposal | None, decision: Decision, *, version: int,
+                step: int, seconds: float) -> None:
         """A proposal was put in force, or refused by some rank.
 
         Args:
             before, now: plans in force.
             proposal: on the first rank.
             decision: the outcome.
+            version: of the proposal.
             step: finished steps.
             seconds: that the whole re-plan took.
         """
@@ -53,13 +55,13 @@ class PlanLog:
                 self._write("committed", now, step, changed=proposal.changed, seconds=round(seconds, 3),
                             predicted_ms=[proposal.before_ns / 1e6, proposal.after_ns / 1e6])
             return
-        refused, by = before.version + 1, decision.refused_by
+        by = decision.refused_by
         if by == self._rank or (by < 0 and self._rank == 0):
             who = f"by rank {by}" if by >= 0 else "by all"
-            _say(f"plan {refused} at step {step} refused {who}, plan {before.version} stays in force: "
+            _say(f"plan {version} at step {step} refused {who}, plan {before.version} stays in force: "
                  f"{decision.reason}")
         if self._rank == 0:
-            self._write("refused", before, step, refused=refused, by=by, reason=decision.reason)
+            self._write("refused", before, step, refused=version, by=by, reason=decision.reason)
 
     def failed(self, plan: CPPlan, reason: str, step: int) -> None:
         """No plan could be solved."""
@@ -97,10 +99,16 @@ class PlanLog:
     def _write(self, event: str, plan: CPPlan, step: int, **more: Any) -> None:
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         row = {"step": step, "event": event, "version": plan.version, "splits": histogram(plan), **more}
-        with (self._folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            # The other ranks would wait for this one.
+            if self._writes:
+                _say(f"{self._folder / FILE} cannot be written: {error.strerror}; the run goes on without its lines")
+            self._writes = False
 
 
 def _say(line: str) -> None:

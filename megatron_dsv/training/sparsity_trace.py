@@ -33,6 +33,7 @@ class SparsityTrace:
                  model_group: ProcessGroup, device: torch.device) -> None:
         self._path, self._attentions = folder / FILE, attentions
         self._layers, self._heads, self._group, self._device = layers, heads, model_group, device
+        self._writes = True
 
     def add(self, step: int, tokens: int, coverage: Coverage) -> None:
         """One profile.
@@ -48,5 +49,15 @@ class SparsityTrace:
             rows = [sorted(coverage.get(layer, {}).items()) for layer in range(self._layers)]
             stats = [BlockStats(kept, tuple((ranks, tuple(row)) for ranks, row in known))
                      for kept, known in zip(shares.kept[0], rows)]
+            self._write(stats, step, tokens)
+
+    def _write(self, stats: list[BlockStats], step: int, tokens: int) -> None:
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             sparsity_traces.append(self._path, stats, step=step, tokens=tokens)
+        except OSError as error:
+            # The other ranks would wait for this one.
+            if self._writes:
+                print(f" {self._path} cannot be written: {error.strerror}; the run goes on without its lines",
+                      flush=True)
+            self._writes = False

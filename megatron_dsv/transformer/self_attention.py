@@ -136,7 +136,8 @@ class DSVSelfAttention(SelfAttention):
         watched = self.predictor is not None and self.training and torch.is_grad_enabled()
         pending = self.cache.pop() if self.training and torch.is_grad_enabled() else None
         sparse = self.selector.attends_sparsely(int(kv_length.max()))
-        plan = self._plan(num_tokens, sparse or self.dsv.window_fraction is not None)
+        selects = sparse or self.dsv.window_fraction is not None
+        plan = self._plan(num_tokens, selects)
         source = None
         if self.dsv.dsv_predictor_input == "hidden" and (watched or (sparse and pending is None)):
             source = self._hidden_source(hidden_states, rope)
@@ -150,7 +151,7 @@ class DSVSelfAttention(SelfAttention):
             pending = self._begin(source, kv_length, plan) if sparse and pending is None else pending
         if pending is None:
             pending = self._static_selection(query, key, kv_length, layout, plan)
-        if self.training and not torch.is_grad_enabled() and sparse:
+        if self.training and not torch.is_grad_enabled() and selects:
             self.cache.store(pending)
         if watched and source is not None:
             self._watch(source, query, key, kv_length)

@@ -7,18 +7,21 @@ import pytest
 import yaml
 
 from megatron_dsv import presets
+from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout, layouts, limit
-from megatron_dsv.context_parallel.job_memory import memory_parts, usable_bytes
+from megatron_dsv.context_parallel.job_memory import memory_parts, predictor_parameters, usable_bytes
 from megatron_dsv.context_parallel.kernel_rates import ARTIFACT, FittedKernels, MeasuredKernels
 from megatron_dsv.context_parallel.model_shape import ModelShape
 from megatron_dsv.context_parallel.pipeline_schedule import pipeline_ns
-from megatron_dsv.context_parallel.simulator import Refusal, Simulator, dense_twin
+from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator, dense_twin
 from megatron_dsv.context_parallel.sparsity_traces import Trace, spread_heads
-from megatron_dsv.context_parallel.statistics import modelled_coverage
+from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
 from megatron_dsv.models.config import VideoDiTConfig
+from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.training.flops import forward_flops
+from megatron_dsv.transformer.predictor import LowRankPredictor
 
 KERNELS = FittedKernels(65536, 24, 128, (80.0, 220.0), (0.5, 100.0), (1.0, 300.0), 2.0)
 H200, H800 = cluster.load("h200"), cluster.load("h800")
@@ -115,7 +118,7 @@ class TestLimits:
         (JobLayout(5, 1, 1, 1), "TP 5 must divide the 24 key/value heads"),
         (JobLayout(8, 4, 1, 4), "PP 4 must divide the 42 layers"),
         (JobLayout(1, 1, 1, 128), "DP 128 x micro batch 1 must divide the global batch 32"),
-        (JobLayout(8, 1, 1024, 1), "must leave every rank whole query groups of 64: 393216 of padding"),
+        (JobLayout(8, 1, 4096, 1), "whole query groups of 64 and key blocks of 64: 131072 of padding"),
     ])
     def test_each_is_named(self, layout, words):
         assert words in limit(layout, self.job, H200)
@@ -242,3 +245,65 @@ class TestTraces:
                                   ("local", (0.38, 0.42, 0.33, 0.30))):
             rows = modelled_coverage((0.1,), 1, tokens=15360, q_block=64, pattern=pattern, sizes=(2, 4, 8, 16))
             assert [units[0] for _, units in rows] == pytest.approx(recorded, abs=0.1)
+
+
+class TestStagesAndPredictors:
+    CLUSTER = H200.with_gpus(8)
+    LAYOUT = JobLayout(2, 2, 2, 1)
+
+    def ran(self, **job):
+        result = simulator("wan2.1-1.3b", 32768, 4, self.CLUSTER, recompute="none", **job).simulate(self.LAYOUT)
+        assert isinstance(result, Simulation)
+        return result
+
+    def test_uneven_stages_are_as_slow_and_as_full_as_their_longest(self):
+        even, uneven = self.ran(sparse=False), self.ran(sparse=False, stages=(12, 18))
+        assert self.ran(sparse=False, stages=(15, 15)) == even
+        assert uneven.step_ms > 1.1 * even.step_ms
+        assert uneven.times.attention == pytest.approx(even.times.attention * 18 / 15, rel=1e-6)
+        # The first stage has two micro-batches in flight: with the most layers, too, it is the fullest.
+        first = self.ran(sparse=False, stages=(18, 12))
+        assert first.memory["activations"] == pytest.approx(even.memory["activations"] * 18 / 15, rel=1e-6)
+        assert sum(first.memory.values()) > sum(uneven.memory.values())
+
+    def test_a_number_of_layers_that_stages_do_not_divide(self):
+        job = Job(model("dsv-30b"), 131072, 128)
+        assert "PP 4 must divide the 42 layers" in limit(JobLayout(1, 4, 1, 2), job, self.CLUSTER)
+        dealt = replace(job, stages=(9, 11, 11, 11))
+        assert limit(JobLayout(1, 4, 1, 2), dealt, self.CLUSTER) is None
+        assert limit(JobLayout(1, 2, 1, 4), dealt, self.CLUSTER) == (
+            "PP 2 must be the 4 stages that the layers are dealt out to")
+        with pytest.raises(ValueError, match=r"stages must hold all 42 layers, each at least 1, got \[42, 0\]"):
+            replace(job, stages=(42, 0))
+
+    def test_predictors_take_what_the_models_do(self):
+        shape = model("wan2.1-1.3b")
+        for hidden, channels in ((True, shape.hidden), (False, shape.head_dim)):
+            job = Job(shape, 32768, 8, predictor_rank=8, predictor_reads_hidden=hidden)
+            one = LowRankPredictor(
+                layer_number=1, query_heads=range(6), key_heads=range(6), channels=channels, rank=8,
+                input_kind="hidden" if hidden else "qk", seed=1, tp_group=None)
+            assert predictor_parameters(job, 2) == sum(weight.numel() for weight in one.weights())
+
+    def test_predictors_that_learn_in_dense_attention_cost_memory_and_time(self):
+        without, learning = self.ran(sparse=False), self.ran(sparse=False, predictors=True)
+        assert without.memory["predictors"] == without.times.predictors == 0
+        assert learning.memory["predictors"] > 0
+        assert learning.step_ms - without.step_ms >= learning.times.predictors > 0
+        assert not any(block.sparse for block in learning.blocks)
+
+    def test_windows_are_sparse_whatever_is_faster(self):
+        full = [BlockStats((1.0,) * 12)] * 30
+        for dispatches in (True, False):
+            job = Job(model("wan2.1-1.3b"), 32768, 4, dispatches=dispatches, predictors=False)
+            result = Simulator(self.CLUSTER, KERNELS, job, lambda tokens: full).simulate(self.LAYOUT)
+            assert {block.sparse for block in result.blocks} == {not dispatches}
+            assert result.memory["predictors"] == 0
+
+    @pytest.mark.parametrize(("q", "kv", "tp", "cp"), [(64, 64, 1, 1), (64, 128, 1, 2), (16, 1, 4, 2), (64, 96, 8, 4)])
+    def test_padding_is_that_of_a_run(self, q, kv, tp, cp):
+        dsv = DSVConfig(dsv_q_block_size=q, dsv_kv_block_size=kv)
+        job = Job(model("wan2.1-1.3b"), 7 * 5 * 6, 8, q_block=q, kv_block=kv)
+        run = latent_layout((7, 10, 12), VideoDiTConfig(), dsv, tp, cp)
+        assert job.padded_tokens(JobLayout(tp, 1, cp, 1)) == run.padded_length
+        assert run.padded_length // cp % q == run.padded_length // cp % tp == 0

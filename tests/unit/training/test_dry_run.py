@@ -48,6 +48,26 @@ def test_context_parallel_plans_keep_to_what_the_run_may_use(data, capsys):
     assert splits() == {"4 x 1"}
 
 
+def test_stages_of_different_lengths_and_windows_are_those_of_the_run(data, capsys):
+    dry_run.run(flags(data, "--dry-run-gpus", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "2",
+                      "--decoder-first-pipeline-num-layers", "15", "--dsv-sparse-stage", "dense", "--dsv-attention",
+                      "window-1/3"))
+    out = capsys.readouterr().out
+    assert "2 ranks = TP 1 x PP 2 x CP 1 x DP 1" in out
+    assert re.search(r"0-31 +1 x 1 h_inner +sparse +0\.037", out)
+    assert "predictors" not in out
+    assert out.endswith("the launch can run\n")
+
+
+def test_the_stage_in_which_predictors_learn_costs_their_time_and_memory(data, capsys):
+    dry_run.run(flags(data, "--dry-run-gpus", "1", "--dsv-sparse-stage", "predictor", "--dsv-predictor-rank", "64"))
+    out = capsys.readouterr().out
+    assert re.search(r"0-31 +1 x 1 h_inner +dense", out)
+    assert re.search(r"time, ms: .*predictors", out)
+    # 32 layers of 2 x 16 heads x 64 x 2,049 parameters of 16 bytes.
+    assert "predictors 2.0" in out.split("memory, GiB: ")[1]
+
+
 def test_sharing_out_the_optimizer_is_seen_in_the_memory(data, capsys):
     def gib(*more):
         dry_run.run(flags(data, "--dry-run-gpus", "8", *more))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.testing.model_parallel import initialize, transformer_config
 from megatron_dsv.testing.ranks import run_ranks
 
@@ -108,6 +109,31 @@ class _Scheme:
 ])
 def test_recompute_attends_the_same(recompute):
     run_ranks(_recompute_attends_the_same, 1, recompute)
+
+
+def _windows_are_selected_once():
+    """The second forward of a recomputed layer attends what the first one did: nothing is exchanged for it again."""
+    groups = initialize()
+    attention = _block(groups, DSVConfig(**DSV, dsv_sparse_stage="dense", dsv_attention="window-1/3")
+                       ).layers[0].self_attention
+    scheme, begun = attention.core_attention.scheme, []
+    attention.core_attention.scheme = counting = _Scheme(scheme, scheme.attend)
+    counting.begin = lambda *args: begun.append(1) or scheme.begin(*args)
+    layout, x = TokenLayout((4, 4, 4), (2, 2, 4)), torch.randn(64, 2, 48)
+    with torch.no_grad():
+        first = [attention(part, layout=layout)[0] for part in (x, -x)]
+    again = [attention(part, layout=layout)[0] for part in (x, -x)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert len(begun) == 2
+    assert attention.cache.clear() == 0
+    attention.eval()
+    with torch.no_grad():
+        attention(x, layout=layout)
+    assert attention.cache.clear() == 0, "evaluation recomputes nothing"
+
+
+def test_windows_are_selected_once():
+    run_ranks(_windows_are_selected_once, 1)
 
 
 def _predictor_learns_without_touching_the_backbone():
