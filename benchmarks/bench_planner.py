@@ -20,14 +20,13 @@ from megatron_dsv.context_parallel.cost_model import (
     Terms,
     a2a_ns,
     backward_ns,
-    exchanges,
     forward_ns,
     sums,
 )
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.head_assignment import GREEDY, assign
 from megatron_dsv.context_parallel.kernel_rates import FittedKernels
-from megatron_dsv.context_parallel.plan import Topology
+from megatron_dsv.context_parallel.plan import Topology, exchanges
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
 from megatron_dsv.testing.assignment_oracle import least_time
 

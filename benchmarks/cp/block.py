@@ -157,8 +157,7 @@ class BlockBench:
         if sparse:
             # Dense heads are alike: a plan can only be one of the splits above.
             plans[PLANNED] = candidates(problem(self.model, shape, self.topo), 0, stats, sparse)[0].plan
-        alone = LocalScheme(range(shape.heads), shape.proxies, self.kernels.dense_backend, self.kernels.sparse_backend,
-                            self.kernels.deterministic)
+        alone = LocalScheme(range(shape.heads), shape.proxies, self.kernels)
         arms = [Arm(ALONE, sparsity, None, TrialBlock(shape, self.whole, alone, budgets), None,
                     alone_ns(self.calibration.kernels, shape, shares if sparse else None) / 1e6)]
         arms += [self._arm(name, sparsity, plan, budgets, stats) for name, plan in plans.items()]

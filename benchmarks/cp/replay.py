@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_dsv.context_parallel.comm import Arrival, SubGroup
+from megatron_dsv.context_parallel.comm import ExchangeWork, SubGroup
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.groups import CPGroupManager, Family
 
@@ -68,11 +68,11 @@ class TapedGroup(SubGroup):
     tape: Tape
 
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
-                   what: str) -> Arrival:
+                   what: str) -> ExchangeWork:
         """As ``SubGroup.all_to_all``; a replayed one is done when this returns."""
         if self.communicator is not None and self.tape.mode == REPLAY:
             output.copy_(self.tape.next(what, output))
-            return Arrival(None, what)
+            return ExchangeWork(None, what)
         arrival = super().all_to_all(output, input, output_splits, input_splits, what)
         if self.communicator is not None and self.tape.mode == RECORD:
             arrival.wait()

@@ -50,7 +50,7 @@ class Communicator:
     name: str
 
 
-class Arrival:
+class ExchangeWork:
     """An exchange under way; ``wait`` before its output is read."""
 
     def __init__(self, work: dist.Work | None, subject: str, sent: Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ class SubGroup:
         return len(self.ranks)
 
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
-                   what: str) -> Arrival:
+                   what: str) -> ExchangeWork:
         """Sends rows of ``input`` to the members by place and receives theirs in ``output``; asynchronous.
 
         Args:
@@ -112,7 +112,7 @@ class SubGroup:
         self.log.add(self.family, what)
         if self.communicator is None:
             output.copy_(input)
-            return Arrival(None, what)
+            return ExchangeWork(None, what)
         subject = self._subject(what)
         try:
             work = dist.all_to_all_single(
@@ -120,7 +120,7 @@ class SubGroup:
                 group=self.communicator.pg, async_op=True)
         except RuntimeError as error:
             raise _failed(subject, error) from error
-        return Arrival(work, subject, input)
+        return ExchangeWork(work, subject, input)
 
     def exchange_evenly(self, parts: Tensor, what: str) -> Tensor:
         """``parts`` [size, ...], one for every member -> [size, ...], one from every member; waits."""

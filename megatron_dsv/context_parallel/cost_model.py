@@ -22,7 +22,7 @@ from megatron_dsv.context_parallel.cluster import Cluster, Link
 from megatron_dsv.context_parallel.corrections import NO_CORRECTIONS, Corrections
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.kernel_rates import KernelRates
-from megatron_dsv.context_parallel.plan import GATHER, NONE, SELECTIVE, Topology
+from megatron_dsv.context_parallel.plan import NONE, SELECTIVE, Topology
 from megatron_dsv.context_parallel.statistics import BlockStats
 
 BYTES = 2
@@ -256,8 +256,7 @@ class CostModel:
         return round(1000 * self.cluster.overlap * share)
 
     def _fixed(self, topo: Topology, split: Split, sparse: bool, exchange: str, stages: int) -> int:
-        calls_h = (5 if sparse else 4) if split.g_h > 1 else 0
-        calls_s = (sparse + (exchange == SELECTIVE)) + 3 * stages if exchange != NONE else 0
+        calls_h, calls_s = calls(split, sparse, exchange, stages)
         latency = calls_h * self._latency_us(topo, split, True) + calls_s * self._latency_us(topo, split, False)
         return 2 * LAUNCH_NS + round(1000 * latency)
 
@@ -284,6 +283,14 @@ class CostModel:
         size, inside = _members(topo, split, of_heads)
         link: Link = self.cluster.node_link if inside == size else self.cluster.network
         return link.latency_us + link.peer_us * (size - 1) if size > 1 else 0.0
+
+
+def calls(split: Split, sparse: bool, exchange: str, stages: int) -> tuple[int, int]:
+    """Collectives of a block, forward and backward: (between head ranks, between sequence ranks)."""
+    # q, k and v together, out, its gradient, theirs; low-rank queries and keys before, which differ in length.
+    heads = (6 if sparse else 4) if split.g_h > 1 else 0
+    # Keys and values, again, and their gradients; low-rank keys and the bits of needed blocks before.
+    return heads, sparse + (exchange == SELECTIVE) + 3 * stages if exchange != NONE else 0
 
 
 def _scaled(terms: Terms, thousandths: int) -> Terms:
@@ -340,8 +347,3 @@ def block_cost(terms: Sequence[Terms], loads: Sequence[Sequence[Load]]) -> Block
     return BlockCost(forward + backward + a2a + fixed, compute_f, compute_b,
                      forward - compute_f + backward - compute_b + fixed, a2a, max(load.memory for _, load in every),
                      max(load.select for _, load in every))
-
-
-def exchanges(split: Split, sparse: bool) -> tuple[str, ...]:
-    """Ways in which keys and values can travel under a split."""
-    return (NONE,) if split.g_s == 1 else (SELECTIVE, GATHER) if sparse else (GATHER,)

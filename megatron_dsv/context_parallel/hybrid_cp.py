@@ -11,7 +11,7 @@ groups of this rank, S = C s tokens of the sequence.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from megatron_dsv.context_parallel.partial_attention import Kernels, Keys
 from megatron_dsv.context_parallel.plan import GATHER, BlockPlan
 from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending, Select
 from megatron_dsv.context_parallel.selective_exchange import SelectiveExchange
-from megatron_dsv.context_parallel.sequence_cp import Exchange, SequenceAttention, Shipment
+from megatron_dsv.context_parallel.sequence_cp import Exchange, SequenceAttention
 from megatron_dsv.kernels.selection import KVSelection
 
 _KEPT_PLANS = 256
@@ -199,21 +199,10 @@ class LocalKeys:
         """All keys of the sequence, in stage 0."""
         return self._keys
 
-    def send(self, stage: int, k: Tensor, v: Tensor) -> Shipment:
-        """Never called: there is no stage after 0, here and below."""
-        raise AssertionError("a sequence group of one rank exchanges nothing")
+    def _nothing_travels(self, *args: object) -> NoReturn:
+        raise AssertionError("there is no stage after 0")
 
-    def receive(self, stage: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``send``."""
-        raise AssertionError("a sequence group of one rank exchanges nothing")
-
-    def send_gradients(self, stage: int, dk: Tensor, dv: Tensor) -> Shipment:
-        """See ``send``."""
-        raise AssertionError("a sequence group of one rank exchanges nothing")
-
-    def add_gradients(self, stage: int, rows: Tensor, total: Tensor) -> None:
-        """See ``send``."""
-        raise AssertionError("a sequence group of one rank exchanges nothing")
+    send = receive = send_gradients = add_gradients = _nothing_travels
 
 
 class _PlannedAttention(torch.autograd.Function):

@@ -5,10 +5,11 @@ Dims: s tokens, b batch, h query heads, G key/value heads, d head dim, r predict
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron_dsv.context_parallel.partial_attention import Kernels
 from megatron_dsv.context_parallel.plan import BlockPlan
 from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending, Select
 from megatron_dsv.kernels.dense_attention.api import dense_attention
@@ -22,16 +23,12 @@ class LocalScheme(AttentionScheme):
     Args:
         query_heads: global numbers of this rank's query heads.
         proxies: P, proxy queries of a query group.
-        dense_backend: ``dense_attention`` backend.
-        sparse_backend: ``sparse_attention`` backend.
-        deterministic: ask both for bitwise repeatable gradients.
+        kernels: what computes.
     """
 
     query_heads: range
     proxies: int
-    dense_backend: str = "auto"
-    sparse_backend: str = "auto"
-    deterministic: bool = False
+    kernels: Kernels = field(default_factory=Kernels)
 
     def begin(self, q_lr: Tensor, k_lr: Tensor, select: Select, plan: BlockPlan | None = None) -> Pending:
         """Selects key/value blocks from low-rank queries and keys (``Select`` gives the shapes); reads no plan."""
@@ -39,11 +36,12 @@ class LocalScheme(AttentionScheme):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pending: Pending, *, softmax_scale: float) -> Tensor:
         """Attention of q [s, b, h, d] over k, v [s, b, G, d]; returns [s, b, h, d]."""
+        kernels = self.kernels
         if pending.selection is None:
             return dense_attention(q, k, v, kv_length=pending.kv_length, softmax_scale=softmax_scale,
-                                   backend=self.dense_backend, deterministic=self.deterministic)
+                                   backend=kernels.dense_backend, deterministic=kernels.deterministic)
         return sparse_attention(q, k, v, pending.selection, softmax_scale=softmax_scale,
-                                backend=self.sparse_backend, deterministic=self.deterministic)
+                                backend=kernels.sparse_backend, deterministic=kernels.deterministic)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows ``rows`` (int64 [n], global token numbers) of x [s, ...]."""

@@ -272,8 +272,7 @@ class Microbenchmarks:
         return Handling(pack_gbps=pack, add_rows_gbps=add)
 
     def _scheme(self) -> LocalScheme:
-        return LocalScheme(range(self.sizes.shape.heads), self.sizes.shape.proxies, self.kernels.dense_backend,
-                           self.kernels.sparse_backend, self.kernels.deterministic)
+        return LocalScheme(range(self.sizes.shape.heads), self.sizes.shape.proxies, self.kernels)
 
     def _timed(self, blocks: dict[Any, TrialBlock]) -> dict[Any, Times]:
         """Dense blocks among themselves and for longer: beside sparse ones they would find the card cooler than a

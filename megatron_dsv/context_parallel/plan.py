@@ -20,7 +20,8 @@ from megatron_dsv.context_parallel.geometry import H_INNER, Split, check_split
 
 SCHEMA = 1
 NONE, SELECTIVE, GATHER = "none", "selective", "gather"
-KV_EXCHANGES = (NONE, SELECTIVE, GATHER)
+MAX_STAGES = 4
+"""Of an exchange, where no memory asks for more: more calls hide little more, and each has its latency."""
 
 
 class Topology(NamedTuple):
@@ -45,6 +46,11 @@ class Topology(NamedTuple):
     def words(self) -> str:
         """For messages."""
         return f"cp {self.cp}, tp {self.tp}, pp {self.pp}, {self.domain} GPUs a node"
+
+
+def exchanges(split: Split, sparse: bool) -> tuple[str, ...]:
+    """Ways in which keys and values can travel under a split; the first is that of a plan without statistics."""
+    return (NONE,) if split.g_s == 1 else (SELECTIVE, GATHER) if sparse else (GATHER,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class BlockPlan:
         if type(self.sparse) is not bool:
             raise self._error(f"sparse must be true or false, got {self.sparse!r}")
         self._check_units()
-        allowed = (NONE,) if self.g_s == 1 else (SELECTIVE, GATHER) if self.sparse else (GATHER,)
+        allowed = exchanges(self.split, self.sparse)
         if self.kv_exchange not in allowed:
             kind = "sparse" if self.sparse else "dense"
             raise self._error(f"kv_exchange of a {kind} block with g_s {self.g_s} must be one of "
@@ -277,19 +283,19 @@ def attending(block: BlockPlan, *, sparse: bool, kv_block: int) -> BlockPlan:
     """
     if block.sparse == sparse:
         return block
-    exchange = NONE if block.g_s == 1 else SELECTIVE if sparse else GATHER
-    return dataclasses.replace(block, sparse=sparse, kv_exchange=exchange, kv_block=kv_block if sparse else 1)
+    return dataclasses.replace(block, sparse=sparse, kv_exchange=exchanges(block.split, sparse)[0],
+                               kv_block=kv_block if sparse else 1)
 
 
 def even_block(layer: int, split: Split, *, tp: int, units: int, sparse: bool, kv_block: int = 1,
                kv_exchange: str | None = None, stages: int = 1) -> BlockPlan:
     """A block whose units are dealt in their own order, as evenly as they divide: the plan of a run without statistics.
 
-    ``kv_exchange`` left out is "none", "selective" or "gather" by what the block needs.
+    ``kv_exchange`` left out is the first of ``exchanges``.
     """
     base, more = divmod(units, split.g_h)
     sizes = tuple(base + (i < more) for i in range(split.g_h))
-    exchange = kv_exchange or (NONE if split.g_s == 1 else SELECTIVE if sparse else GATHER)
+    exchange = kv_exchange or exchanges(split, sparse)[0]
     return BlockPlan(layer, split.g_h, split.g_s, split.layout, (tuple(range(units)),) * tp, (sizes,) * tp, exchange,
                      stages, kv_block, sparse)
 

@@ -97,7 +97,7 @@ class PlanStore:
         return Decision(True)
 
 
-def told_by_first(payload: bytes | None, group: dist.ProcessGroup, device: torch.device, *, what: str,
+def broadcast_bytes(payload: bytes | None, group: dist.ProcessGroup, device: torch.device, *, what: str,
                   timeout: timedelta = timedelta(minutes=5)) -> bytes:
     """Rank 0's bytes, on every rank of ``group``; the others pass None.
 

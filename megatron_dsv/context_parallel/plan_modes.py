@@ -10,13 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_dsv.context_parallel.geometry import splits
-from megatron_dsv.context_parallel.plan import GATHER, NONE, SELECTIVE, BlockPlan, CPPlan, Topology, even_plan
+from megatron_dsv.context_parallel.plan import MAX_STAGES, BlockPlan, CPPlan, Topology, even_plan, exchanges
 
 SEQUENCE, HEADS, RANDOM = "sequence", "heads", "random"
 MODES = (SEQUENCE, HEADS, RANDOM)
-
-_MOST_STAGES = 4
-"""More calls hide little more of an exchange, and each has its latency."""
 
 
 def buckets_of(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -45,7 +42,7 @@ def uniform_plan(mode: str, topo: Topology, *, layers: int, units: int, buckets:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     plan = even_plan(topo, layers=layers, units=units, longest=buckets[-1][1], g_h=None if mode == HEADS else 1,
-                     sparse=sparse, kv_block=kv_block if sparse else 1, most_stages=_MOST_STAGES)
+                     sparse=sparse, kv_block=kv_block if sparse else 1, most_stages=MAX_STAGES)
     return replace(plan, buckets=buckets, blocks=plan.blocks * len(buckets), predicted_ns=())
 
 
@@ -68,6 +65,7 @@ def _drawn_block(drawn: random.Random, block: BlockPlan, cp: int) -> BlockPlan:
     for _ in range(tp):
         cuts = sorted(drawn.randint(0, units) for _ in range(split.g_h - 1))
         sizes.append(tuple(high - low for low, high in zip([0, *cuts], [*cuts, units])))
-    exchange = NONE if split.g_s == 1 else drawn.choice((SELECTIVE, GATHER)) if block.sparse else GATHER
+    ways = exchanges(split, block.sparse)
+    exchange = drawn.choice(ways) if len(ways) > 1 else ways[0]
     return BlockPlan(block.layer, *split, orders, tuple(sizes), exchange, drawn.randint(1, max(1, split.g_s - 1)),
                      block.kv_block, block.sparse)

@@ -18,18 +18,15 @@ from megatron_dsv.context_parallel.cost_model import (
     CostModel,
     Terms,
     block_cost,
-    exchanges,
     sums,
 )
 from megatron_dsv.context_parallel.geometry import Split, splits
 from megatron_dsv.context_parallel.head_assignment import GREEDY, SEARCH, THOROUGH, assign, lower_bound, searches_pairs
-from megatron_dsv.context_parallel.plan import BlockPlan, CPPlan, Topology
+from megatron_dsv.context_parallel.plan import MAX_STAGES, BlockPlan, CPPlan, Topology, exchanges
 from megatron_dsv.context_parallel.statistics import BlockStats, digest
 
 PROMISING = 1.03
 """Splits whose greedy plan is within this factor of the best are searched further: what a search gains."""
-MAX_STAGES = 4
-"""More calls hide little more, and each has its latency."""
 
 
 class Candidate(NamedTuple):

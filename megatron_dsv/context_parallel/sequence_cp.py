@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_dsv.context_parallel.comm import Arrival, SubGroup
+from megatron_dsv.context_parallel.comm import ExchangeWork, SubGroup
 from megatron_dsv.context_parallel.key_stages import KeyStages
 from megatron_dsv.context_parallel.merge import RunningMerge
 from megatron_dsv.context_parallel.partial_attention import Kernels, Keys
@@ -93,7 +93,7 @@ class SequenceAttention:
         dq: Tensor | None = None
         total = torch.zeros((b, n, m, 2, d), dtype=lse.dtype, device=k.device)
         coming = self._fetch(1, k, v)
-        returning: tuple[int, Arrival, Tensor] | None = None
+        returning: tuple[int, ExchangeWork, Tensor] | None = None
         for stage in range(self._count + 1):
             keys, values = k, v
             if stage:
@@ -128,29 +128,29 @@ class SequenceAttention:
         if part is not None:
             merged.add(*part)
 
-    def _fetch(self, stage: int, k: Tensor, v: Tensor) -> tuple[Arrival, Tensor] | None:
+    def _fetch(self, stage: int, k: Tensor, v: Tensor) -> tuple[ExchangeWork, Tensor] | None:
         """Starts the exchange of a stage's rows; None after the last stage."""
         if stage > self._count:
             return None
         return self._start(self.exchange.send(stage, k, v), f"keys and values {stage}")
 
-    def _return(self, stage: int, dk: Tensor, dv: Tensor) -> tuple[int, Arrival, Tensor]:
+    def _return(self, stage: int, dk: Tensor, dv: Tensor) -> tuple[int, ExchangeWork, Tensor]:
         return stage, *self._start(self.exchange.send_gradients(stage, dk, dv), f"their gradients {stage}")
 
-    def _add(self, returning: tuple[int, Arrival, Tensor] | None, total: Tensor) -> None:
+    def _add(self, returning: tuple[int, ExchangeWork, Tensor] | None, total: Tensor) -> None:
         if returning is not None:
             stage, arrival, rows = returning
             arrival.wait()
             self.exchange.add_gradients(stage, rows, total)
 
-    def _start(self, shipment: Shipment, what: str) -> tuple[Arrival, Tensor]:
+    def _start(self, shipment: Shipment, what: str) -> tuple[ExchangeWork, Tensor]:
         received = shipment.rows.new_empty((sum(shipment.received), *shipment.rows.shape[1:]))
         arrival = self.exchange.group.all_to_all(received, shipment.rows.contiguous(), shipment.received, shipment.sent,
                                                  f"{self.what}, {what}")
         return arrival, received
 
     @staticmethod
-    def _arrived(coming: tuple[Arrival, Tensor] | None) -> Tensor:
+    def _arrived(coming: tuple[ExchangeWork, Tensor] | None) -> Tensor:
         assert coming is not None
         coming[0].wait()
         return coming[1]

@@ -25,7 +25,7 @@ from megatron_dsv.context_parallel.corrections import kind_of
 from megatron_dsv.context_parallel.coverage import coverage
 from megatron_dsv.context_parallel.geometry import splits
 from megatron_dsv.context_parallel.plan import CPPlan
-from megatron_dsv.context_parallel.plan_commit import Decision, told_by_first
+from megatron_dsv.context_parallel.plan_commit import Decision, broadcast_bytes
 from megatron_dsv.context_parallel.replanner import Profile, Proposal, Replanner
 from megatron_dsv.context_parallel.statistics import BlockStats
 from megatron_dsv.training import head_shares
@@ -93,7 +93,7 @@ class CPPlanning:
             stored: the record among the checkpoint's arguments; None if there is none. What the first rank read counts.
             step: finished steps of the run.
         """
-        text = json.loads(self._told(json.dumps(stored).encode()))
+        text = json.loads(self._broadcast(json.dumps(stored).encode()))
         if text:
             found, reason = self._restored(text)
             by = -1
@@ -182,7 +182,7 @@ class CPPlanning:
             except ValueError as error:
                 failure = str(error)
         states = self.replanner.states if proposal is None else proposal.states
-        said = json.loads(self._told(json.dumps({
+        said = json.loads(self._broadcast(json.dumps({
             "proposes": None if proposal is None else proposal.plan.version, "failure": failure,
             "waited": [list(state.waited) for state in states]}).encode()))
         takes_effect = True
@@ -204,9 +204,9 @@ class CPPlanning:
         leads = self.groups.world.rank() == 0
         return self.runtime.store.propose(plan if leads else None, self.groups.world)
 
-    def _told(self, payload: bytes) -> bytes:
+    def _broadcast(self, payload: bytes) -> bytes:
         leads = self.groups.world.rank() == 0
-        return told_by_first(payload if leads else None, self.groups.world, self.device,
+        return broadcast_bytes(payload if leads else None, self.groups.world, self.device,
                              what=f"plan {self.runtime.store.plan.version} in force")
 
     def _remember(self, *, step: int) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel.hybrid_cp import HybridScheme
-from megatron_dsv.context_parallel.local import LocalScheme, Pending
+from megatron_dsv.context_parallel.local import LocalScheme
 from megatron_dsv.context_parallel.partial_attention import Kernels
 from megatron_dsv.context_parallel.plan_commit import PlanStore
-from megatron_dsv.context_parallel.scheme import AttentionScheme
+from megatron_dsv.context_parallel.scheme import AttentionScheme, Pending
 
 
 class DSVCoreAttention(MegatronModule):
@@ -55,10 +55,8 @@ class DSVCoreAttention(MegatronModule):
         first = 0 if tp is None else tp.rank() * heads
         query_heads, proxies = range(first, first + heads), dsv.dsv_predictor_proxies
         kernels = Kernels(dsv.dsv_dense_backend, dsv.dsv_sparse_backend, dsv.dsv_deterministic)
-        self.scheme: AttentionScheme = LocalScheme(
-            query_heads, proxies, dense_backend=kernels.dense_backend, sparse_backend=kernels.sparse_backend,
-            deterministic=kernels.deterministic) if plans is None else HybridScheme(
-                plans.manager, query_heads, tp_rank=0 if tp is None else tp.rank(), proxies=proxies, kernels=kernels)
+        self.scheme: AttentionScheme = LocalScheme(query_heads, proxies, kernels) if plans is None else HybridScheme(
+            plans.manager, query_heads, tp_rank=0 if tp is None else tp.rank(), proxies=proxies, kernels=kernels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, /, *,
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,

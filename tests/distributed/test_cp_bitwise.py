@@ -1,7 +1,8 @@
-"""What may not change a bit: who computes which heads, which communicator carries the rows, kept or fetched payload."""
+"""What may not change a bit: who computes which heads, which communicator carries the rows. And who calls what."""
 
 from __future__ import annotations
 
+import collections
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from cp_cases import Problem, Whole, make_plan, run_block
 from cp_schemes import REPEATABLE, all_splits, prepared, scheme_of
 
+from megatron_dsv.context_parallel.cost_model import calls
 from megatron_dsv.context_parallel.geometry import Split
+from megatron_dsv.context_parallel.groups import families
+from megatron_dsv.context_parallel.plan import exchanges
 from megatron_dsv.testing.ranks import run_ranks
 
 FP32 = [Problem(4, units=4, dtype=torch.float32), Problem(4, units=4, ratio=2, dense=True, dtype=torch.float32)]
@@ -95,3 +99,25 @@ def low_precision(wholes: list[Whole]) -> float:
 
 def test_fp32_is_as_good_as_fp32(wholes):
     assert 1e-9 < max(run_ranks(low_precision, 4, wholes)) < 2e-5
+
+
+def calls_of_blocks(wholes: list[Whole]) -> list[tuple]:
+    """(counted between head ranks and between sequence ranks, as the cost model counts them) of every split."""
+    manager, counted = prepared(4, node_ranks=2), []
+    manager.log.recording = True
+    for whole in wholes:
+        for split in all_splits(4):
+            for exchange in exchanges(split, not whole.problem.dense):
+                plan = make_plan(split, whole.problem, stages=2, exchange=exchange)
+                manager.log.calls.clear()
+                run_block(scheme_of(manager, whole.problem), whole, plan)
+                made = collections.Counter(family for family, _ in manager.log.calls)
+                found = tuple(made[str(family)] if family.size > 1 else 0 for family in families(split))
+                counted.append((found, calls(split, plan.sparse, exchange, plan.stages), sum(made.values())))
+    return counted
+
+
+def test_the_cost_model_counts_the_calls_that_are_made(wholes):
+    for found, predicted, total in run_ranks(calls_of_blocks, 4, wholes)[0]:
+        assert found == predicted
+        assert total == sum(predicted)

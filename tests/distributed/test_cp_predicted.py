@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cp_cases import GROUP, LOW_RANK, PROXIES, SCALE, Problem, make_plan, share
-from cp_schemes import all_splits, prepared, scheme_of
+from cp_schemes import EXACT, all_splits, prepared, scheme_of
 from torch import Tensor
 
 from megatron_dsv.context_parallel.local import LocalScheme
@@ -101,7 +101,7 @@ def train_on_rank(job: Job) -> tuple[list[float], list[Tensor]]:
 ], ids=lambda value: value if isinstance(value, str) else None)
 def test_training_with_a_plan_for_every_block_and_step(ranks, rule, problem):
     job = Job(problem, rule)
-    local = LocalScheme(range(problem.heads), PROXIES, dense_backend="reference", sparse_backend="reference")
+    local = LocalScheme(range(problem.heads), PROXIES, EXACT)
     losses, weights = job.train(local, 0, 1)
     assert losses[-1] != losses[0]
     for got_losses, got_weights in run_ranks(train_on_rank, ranks, job):

@@ -76,8 +76,8 @@ def test_they_survive_json_and_nothing_else_is_taken():
 def test_corrected_terms_are_the_same_terms_in_other_units():
     from test_planner import MODEL, shape, stats
 
-    from megatron_dsv.context_parallel.cost_model import block_cost, exchanges, sums
-    from megatron_dsv.context_parallel.plan import Topology
+    from megatron_dsv.context_parallel.cost_model import block_cost, sums
+    from megatron_dsv.context_parallel.plan import Topology, exchanges
 
     dear = dataclasses.replace(MODEL, corrections=observed((HEADS, 18.0, 10.0), (SEQUENCE, 8.0, 10.0)))
     topo, of = Topology(4), stats(8, 0)

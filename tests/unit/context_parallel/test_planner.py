@@ -15,14 +15,13 @@ from megatron_dsv.context_parallel.cost_model import (
     a2a_ns,
     backward_ns,
     block_cost,
-    exchanges,
     forward_ns,
     sums,
 )
 from megatron_dsv.context_parallel.geometry import Split, splits
 from megatron_dsv.context_parallel.head_assignment import GREEDY, assign, lower_bound
 from megatron_dsv.context_parallel.kernel_rates import FittedKernels, MeasuredKernels
-from megatron_dsv.context_parallel.plan import CPPlan, Topology
+from megatron_dsv.context_parallel.plan import CPPlan, Topology, exchanges
 from megatron_dsv.context_parallel.planner import (
     Hysteresis,
     Problem,
