@@ -16,18 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
+    drop_barriers,
     load_rows,
     new_barriers,
+    open_list,
+    place_pair,
     product_layout,
+    step_token,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import (
-    load_entry,
-    load_length,
-    load_row,
-    program_row,
-    whole_entries,
-)
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_length, program_row
 
 
 @gluon.jit
@@ -88,10 +86,8 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
         batch_head = batch * heads + head
         tma_head, lse_row = head.to(gl.int32), batch_head.to(gl.int32)
         delta_row = lse_row + stats_rows
-        start, count, listed = load_row(twin, batch_head * num_blocks + block, num_queries, Q_BLOCK)
-        whole = whole_entries(twin, start, count, listed, num_queries, Q_BLOCK)
-        steps = whole * per_entry
-        index = load_entry(twin, start, 0, whole, listed)
+        start, count, listed, whole, steps, index = open_list(
+            twin, batch_head * num_blocks + block, num_queries, Q_BLOCK, BLOCK_M)
         # The ring is empty here, and every warp must know before it is filled for the next head.
         fence_async_shared()
         gl.thread_barrier()
@@ -136,14 +132,9 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
 
         lane_m = gl.arange(0, BLOCK_M, column_layout)
         for i in range(steps, count * per_entry):
-            first_m = (load_entry(twin, start, i // per_entry, count, listed) * Q_BLOCK
-                       + (i % per_entry) * BLOCK_M).to(gl.int64)
+            first_m = step_token(twin, start, count, listed, i, Q_BLOCK, BLOCK_M)
             q_tile, dout_tile = q_ring.index(0), dout_ring.index(0)
-            gl.thread_barrier()
-            q_tile.store(load_rows(q, batch, head, first_m, num_queries, HEAD_DIM, BLOCK_M, BLOCK_D))
-            dout_tile.store(load_rows(dout, batch, head, first_m, num_queries, HEAD_DIM, BLOCK_M, BLOCK_D))
-            fence_async_shared()
-            gl.thread_barrier()
+            place_pair(q, dout, q_tile, dout_tile, batch, head, first_m, num_queries, HEAD_DIM)
             row_stats = stats_ptr + batch_head * stride_stats + first_m + lane_m
             valid_m = first_m + lane_m < num_queries
             scores = warpgroup_mma(k_shared, q_tile.permute((1, 0)), zeros, use_acc=False)
@@ -156,8 +147,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             dscores = probs * (dprobs - gl.expand_dims(delta, 0))
             dk_total = warpgroup_mma(gl.convert_layout(dscores.to(dtype), operand_layout), q_tile, dk_total)
 
-    for j in gl.static_range(STAGES):
-        mbarrier.invalidate(barriers.index(j))
+    drop_barriers(barriers, STAGES)
     # Padding keys were loaded as 0 and have collected garbage in their own rows only.
     valid_n = gl.expand_dims(first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, sums_layout)) < length, 1)
     store_rows(dk, batch, kv_head, first_n, num_keys, gl.where(valid_n, dk_total * scale, 0.0), HEAD_DIM, BLOCK_N,

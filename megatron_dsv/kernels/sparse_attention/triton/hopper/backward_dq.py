@@ -15,19 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
+    drop_barriers,
     fetch_pair,
     load_rows,
     new_barriers,
+    open_list,
+    place_pair,
     product_layout,
+    query_tile,
+    step_token,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import (
-    load_entry,
-    load_length,
-    load_row,
-    program_row,
-    whole_entries,
-)
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_length
 
 
 @gluon.jit
@@ -42,13 +41,9 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tiles: gl.constexpr = Q_BLOCK // BLOCK_M
     per_entry: gl.constexpr = KV_BLOCK // BLOCK_N
-    row, tile = program_row(order_ptr, tiles)
-    batch_head, group = (row // num_groups).to(gl.int64), row % num_groups
-    first_m = (group * Q_BLOCK + tile * BLOCK_M).to(gl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // (heads // kv_heads)
+    row, batch_head, batch, head, kv_head, first_m = query_tile(
+        order_ptr, num_groups, heads, kv_heads, Q_BLOCK, BLOCK_M)
     tma_batch, tma_head = batch.to(gl.int32), kv_head.to(gl.int32)
 
     out_tile = load_rows(out, batch, head, first_m, num_queries, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -70,10 +65,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     fence_async_shared()
 
     length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
-    start, count, listed = load_row(lists, row, length, KV_BLOCK)
-    whole = whole_entries(lists, start, count, listed, length, KV_BLOCK)
-    steps = whole * per_entry
-    index = load_entry(lists, start, 0, whole, listed)
+    start, count, listed, whole, steps, index = open_list(lists, row, length, KV_BLOCK, BLOCK_N)
     for j in gl.static_range(STAGES - 1):
         fetch_pair(k_tiles, v_tiles, k_ring, v_ring, barriers, j, tma_batch, tma_head,
                    index * KV_BLOCK + (j % per_entry) * BLOCK_N, j < steps)
@@ -108,13 +100,8 @@ def _sparse_attention_hopper_bwd_dq_kernel(
 
     lane_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
     for i in range(steps, count * per_entry):
-        first_n = (load_entry(lists, start, i // per_entry, count, listed) * KV_BLOCK
-                   + (i % per_entry) * BLOCK_N).to(gl.int64)
-        gl.thread_barrier()
-        k_ring.index(0).store(load_rows(k, batch, kv_head, first_n, length, HEAD_DIM, BLOCK_N, BLOCK_D))
-        v_ring.index(0).store(load_rows(v, batch, kv_head, first_n, length, HEAD_DIM, BLOCK_N, BLOCK_D))
-        fence_async_shared()
-        gl.thread_barrier()
+        first_n = step_token(lists, start, count, listed, i, KV_BLOCK, BLOCK_N)
+        place_pair(k, v, k_ring.index(0), v_ring.index(0), batch, kv_head, first_n, length, HEAD_DIM)
         scores = warpgroup_mma(q_shared, k_ring.index(0).permute((1, 0)), zeros, use_acc=False)
         dprobs = warpgroup_mma(dout_shared, v_ring.index(0).permute((1, 0)), zeros, use_acc=False)
         probs = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 1))
@@ -122,6 +109,5 @@ def _sparse_attention_hopper_bwd_dq_kernel(
         dscores = probs * (dprobs - gl.expand_dims(delta, 1))
         total = warpgroup_mma(gl.convert_layout(dscores.to(dtype), operand_layout), k_ring.index(0), total)
 
-    for j in gl.static_range(STAGES):
-        mbarrier.invalidate(barriers.index(j))
+    drop_barriers(barriers, STAGES)
     store_rows(dq, batch, head, first_m, num_queries, total * scale, HEAD_DIM, BLOCK_M, BLOCK_D)

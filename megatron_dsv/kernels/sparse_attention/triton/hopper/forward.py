@@ -19,16 +19,14 @@ from megatron_dsv.kernels.sparse_attention.triton.hopper.rings import (
     fetch_tile,
     load_rows,
     new_barriers,
+    open_list,
+    place_pair,
     product_layout,
+    query_tile,
+    step_token,
     store_rows,
 )
-from megatron_dsv.kernels.sparse_attention.triton.lists import (
-    load_entry,
-    load_length,
-    load_row,
-    program_row,
-    whole_entries,
-)
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_length
 
 
 @gluon.jit
@@ -43,13 +41,9 @@ def _sparse_attention_hopper_fwd_kernel(
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     sums_row_layout: gl.constexpr = gl.SliceLayout(1, sums_layout)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tiles: gl.constexpr = Q_BLOCK // BLOCK_M
     per_entry: gl.constexpr = KV_BLOCK // BLOCK_N
-    row, tile = program_row(order_ptr, tiles)
-    batch_head, group = (row // num_groups).to(gl.int64), row % num_groups
-    first_m = (group * Q_BLOCK + tile * BLOCK_M).to(gl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // (heads // kv_heads)
+    row, batch_head, batch, head, kv_head, first_m = query_tile(
+        order_ptr, num_groups, heads, kv_heads, Q_BLOCK, BLOCK_M)
     tma_batch, tma_head = batch.to(gl.int32), kv_head.to(gl.int32)
 
     q_shared = gl.allocate_shared_memory(
@@ -61,10 +55,7 @@ def _sparse_attention_hopper_fwd_kernel(
     fence_async_shared()
 
     length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
-    start, count, listed = load_row(lists, row, length, KV_BLOCK)
-    whole = whole_entries(lists, start, count, listed, length, KV_BLOCK)
-    steps = whole * per_entry
-    index = load_entry(lists, start, 0, whole, listed)
+    start, count, listed, whole, steps, index = open_list(lists, row, length, KV_BLOCK, BLOCK_N)
     # V needs one buffer more than K: the product that reads it is still under way when the next step's are fetched.
     for j in gl.static_range(STAGES - 1):
         first_n = index * KV_BLOCK + (j % per_entry) * BLOCK_N
@@ -114,13 +105,8 @@ def _sparse_attention_hopper_fwd_kernel(
 
     lane_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
     for i in range(steps, count * per_entry):
-        tail_n = (load_entry(lists, start, i // per_entry, count, listed) * KV_BLOCK
-                  + (i % per_entry) * BLOCK_N).to(gl.int64)
-        gl.thread_barrier()
-        k_ring.index(0).store(load_rows(k, batch, kv_head, tail_n, length, HEAD_DIM, BLOCK_N, BLOCK_D))
-        v_ring.index(0).store(load_rows(v, batch, kv_head, tail_n, length, HEAD_DIM, BLOCK_N, BLOCK_D))
-        fence_async_shared()
-        gl.thread_barrier()
+        tail_n = step_token(lists, start, count, listed, i, KV_BLOCK, BLOCK_N)
+        place_pair(k, v, k_ring.index(0), v_ring.index(0), batch, kv_head, tail_n, length, HEAD_DIM)
         scores = warpgroup_mma(q_shared, k_ring.index(0).permute((1, 0)), zeros, use_acc=False)
         scores = gl.where(gl.expand_dims(tail_n + lane_n < length, 0), scores * scale_log2, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(scores, 1))

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tiles between registers and memory, and rings of buffers that TMA fills.
+"""What the Hopper kernels share: their rows and lists, tiles between registers and memory, rings that TMA fills.
 
 A ring has STAGES buffers and a barrier for each. A load is issued as soon as nobody reads the buffer it will overwrite,
 and waited for by the parity of its turn around the ring. Dims: s tokens, b batch, h heads, d head dim.
@@ -6,7 +6,9 @@ and waited for by the parity of its turn around the ring. Dims: s tokens, b batc
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_entry, load_row, program_row, whole_entries
 
 
 @gluon.constexpr_function
@@ -15,6 +17,34 @@ def product_layout(rows, columns, warps):
     row_warps = min(warps, rows // 16)
     column_warps = warps // row_warps
     return gl.NVMMADistributedLayout([3, 0], [row_warps, column_warps], [16, columns // column_warps, 16])
+
+
+@gluon.jit
+def query_tile(order_ptr, num_groups, heads, kv_heads, Q_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr):
+    """This program's row of the selection, (batch, head) pair, batch, head, key/value head and first query."""
+    tiles: gl.constexpr = Q_BLOCK // BLOCK_M
+    row, tile = program_row(order_ptr, tiles)
+    batch_head, group = (row // num_groups).to(gl.int64), row % num_groups
+    first_m = (group * Q_BLOCK + tile * BLOCK_M).to(gl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    return row, batch_head, batch, head, head // (heads // kv_heads), first_m
+
+
+@gluon.jit
+def open_list(lists, row, length, BLOCK: gl.constexpr, TILE: gl.constexpr):
+    """Start, count and whether a row is listed, as of ``load_row``; its entries that need no mask, their steps of TILE
+    tokens, and the first of them."""
+    start, count, listed = load_row(lists, row, length, BLOCK)
+    whole = whole_entries(lists, start, count, listed, length, BLOCK)
+    steps = whole * (BLOCK // TILE)
+    return start, count, listed, whole, steps, load_entry(lists, start, 0, whole, listed)
+
+
+@gluon.jit
+def step_token(lists, start, count, listed, step, BLOCK: gl.constexpr, TILE: gl.constexpr):
+    """First token of a step of the tail, TILE tokens of a BLOCK."""
+    per_entry: gl.constexpr = BLOCK // TILE
+    return (load_entry(lists, start, step // per_entry, count, listed) * BLOCK + (step % per_entry) * TILE).to(gl.int64)
 
 
 @gluon.jit
@@ -49,6 +79,23 @@ def new_barriers(STAGES: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=1)
     return barriers
+
+
+@gluon.jit
+def drop_barriers(barriers, STAGES: gl.constexpr):
+    """Counterpart of ``new_barriers``: their memory may be used again."""
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(barriers.index(stage))
+
+
+@gluon.jit
+def place_pair(a, b, a_buffer, b_buffer, batch, head, first, limit, HEAD_DIM: gl.constexpr):
+    """Tiles of two tensors at one place, ``load_rows`` of each, into buffers that every warp may then multiply."""
+    gl.thread_barrier()
+    a_buffer.store(load_rows(a, batch, head, first, limit, HEAD_DIM, a_buffer.shape[0], a_buffer.shape[1]))
+    b_buffer.store(load_rows(b, batch, head, first, limit, HEAD_DIM, b_buffer.shape[0], b_buffer.shape[1]))
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
