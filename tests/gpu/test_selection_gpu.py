@@ -7,6 +7,10 @@ import contextlib
 import pytest
 import torch
 
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores
+from megatron_dsv.kernels.block_scores.triton import launch as scores_launch
+from megatron_dsv.kernels.block_selection import reference
+from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
 from megatron_dsv.sparsity.selection_rules import RULES, select
 from megatron_dsv.testing.profiles import profile_query_groups
@@ -52,6 +56,30 @@ def test_selection_equals_the_cpu_and_never_waits(rule, blocks):
     assert torch.equal(twin.row_count.cpu(), expected.row_count)
     assert torch.equal(lists_of(twin), lists_of(expected))
     assert torch.equal(on_gpu.kv_length.cpu(), lengths)
+
+
+def test_rows_too_long_for_registers_are_chosen_chunk_by_chunk(monkeypatch):
+    keys, groups, heads, proxies = 2 * (MAX_BLOCKS + 8), 48, 8, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(rows, 1, heads, 16, device="cuda", dtype=torch.bfloat16, generator=generator)
+            for rows in (groups * proxies, keys))
+    arguments = {"rule": "topk", "num_kv_heads": heads, "num_queries": groups * 64, "num_keys": keys,
+                 "q_block_size": 64, "kv_block_size": 2, "head_budgets": [50, MAX_BLOCKS + 8, *[900] * 6],
+                 "keep_own_block": False}
+    exact = select(block_scores(q, k, kv_block_size=2, proxies=proxies), **arguments)
+    monkeypatch.setattr(scores_launch, "_SCRATCH_BYTES", 2**20)
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 2**17)
+    scores = chunked_block_scores(q, k, kv_block_size=2, proxies=proxies)
+    select(scores, **arguments)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with no_sync():
+        got = select(scores, **arguments)
+    # All scores would be 24 MiB.
+    assert torch.cuda.max_memory_allocated() - before < groups * heads * (MAX_BLOCKS + 8) * 4
+    assert torch.equal(got.row_start, exact.row_start)
+    assert torch.equal(got.row_count, exact.row_count)
+    assert torch.equal(got.kv_indices, exact.kv_indices)
 
 
 def test_loss_and_profile_equal_the_cpu_and_never_wait():
