@@ -110,3 +110,14 @@ def test_limits_name_the_way_out():
                        **arguments | {"kv_block_size": block})
     with pytest.raises(NotImplementedError, match=r"takes torch.float32, got torch.float64; use backend='reference'"):
         smallest_set(torch.ones(1, 3).double(), 0.5, backend="triton")
+
+
+@pytest.mark.parametrize(("given", "means"), [(90, 40), (-7, 0)])
+def test_a_length_that_no_host_checked_reads_no_key_outside(given, means):
+    buffer = torch.full((128, 1, 1, 16), torch.nan, dtype=torch.float16)
+    buffer[:40] = torch.randn(40, 1, 1, 16)
+    got, exact = (block_mass(torch.ones(8, 1, 1, 16).half(), buffer[:40], valid_rows=torch.ones(8, 1, dtype=torch.bool),
+                             kv_length=torch.full((1, 1), number, dtype=torch.int32), q_block_size=8, kv_block_size=16,
+                             softmax_scale=0.3, backend="triton") for number in (given, means))
+    assert exact.isfinite().all()
+    assert torch.equal(got, exact)

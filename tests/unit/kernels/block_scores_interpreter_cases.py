@@ -125,3 +125,18 @@ def test_heads_two_billion_elements_apart_are_found():
     q.copy_(torch.randn(24, 1, 3, 16))
     got, exact = (pool_queries(q, q_block_size=8, proxies=2, backend=backend) for backend in ("triton", "reference"))
     torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("given", "means"), [(90, 40), (-7, 0)])
+def test_a_length_that_no_host_checked_reads_no_key_outside(given, means):
+    buffer = torch.full((128, 1, 1, 16), torch.nan, dtype=torch.float16)
+    buffer[:40] = torch.randn(40, 1, 1, 16)
+    results = []
+    for number in (given, means):
+        length = torch.full((1, 1), number, dtype=torch.int32)
+        pooled = launch.pool_queries(buffer[:40], length[0], q_block_size=16, proxies=1)
+        assert pooled.isfinite().all()
+        results.append((pooled, *(launch.block_scores(torch.ones_like(pooled), buffer[:40], length, kv_block_size=16,
+                                                      proxies=1, reduction=reduction, softmax_scale=0.3)
+                                  for reduction in ("mass", "max"))))
+    assert all(torch.equal(got, exact) for got, exact in zip(*results))

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, block_scores, chunked_block_scores
 from megatron_dsv.kernels.block_scores.triton import launch as scores_launch
+from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.kernels.block_selection.triton import launch
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
 from megatron_dsv.sparsity.selection_rules import RULES, select
@@ -166,3 +167,20 @@ def test_rows_longer_than_the_registers_name_the_way_out(monkeypatch):
     with pytest.raises(NotImplementedError, match="rows of up to 4 blocks, got 5; use backend='reference' or longer"):
         select(torch.empty(1, 1, 1, 5), rule="all", num_kv_heads=1, num_queries=4, num_keys=20, q_block_size=4,
                kv_block_size=4, backend="triton")
+
+
+@pytest.mark.parametrize(("given", "means"), [(90, 40), (-7, 0)])
+def test_a_length_that_no_host_checked_lists_no_block_outside(given, means):
+    rule = RowRule(widths=(3, 0), caps=(3, 3), floors=(1, 1), by_mass=False, score_kind="max", theta=1.0,
+                   keep_own_block=False, prefix_blocks=0, q_block_size=16, kv_block_size=16)
+    results = []
+    for number in (given, means):
+        length = torch.full((1, 2), number, dtype=torch.int32)
+        indices, start, count = launch.select_rows(torch.ones(1, 2, 1, 3), rule, length, torch.tensor([16]), None)
+        rows = KVSelection(kv_indices=indices, row_start=start, row_count=count, kv_length=length, num_queries=16,
+                           num_keys=40, q_block_size=16, kv_block_size=16, max_row_count=3)
+        twin = launch.transpose(rows)
+        results.append((start, count, indices[:int(count.sum())], twin.row_count,
+                        twin.kv_indices[:int(twin.row_count.sum())]))
+    assert results[1][1].flatten().tolist() == [-(-means // 16), 0]
+    assert all(torch.equal(got, exact) for got, exact in zip(*results))

@@ -150,3 +150,20 @@ def test_limits_name_the_way_out():
             predictor_loss_and_grads(*_inputs(2, 4, 1, 1, 1, 4, 4, dtype), softmax_scale=1.0, backend="triton")
     with pytest.raises(NotImplementedError, match="ranks up to 256, got 300 and 4; use backend='reference'"):
         predictor_loss_and_grads(*_inputs(2, 4, 1, 1, 1, 300, 4, torch.float32), softmax_scale=1.0, backend="triton")
+
+
+@pytest.mark.parametrize(("given", "means"), [(90, 40), (-7, 0)])
+def test_a_length_that_no_host_checked_reads_no_key_outside(given, means):
+    q_lr, _, q, _ = _inputs(3, 1, 1, 1, 1, 16, 8, torch.float16)
+    buffers = [torch.full((128, 1, 1, width), torch.nan, dtype=torch.float16) for width in (8, 16)]
+    for buffer in buffers:
+        buffer[:40] = torch.randn(40, 1, 1, buffer.shape[3])
+    k_lr, k = (buffer[:40] for buffer in buffers)
+    results = []
+    for number in (given, means):
+        length = torch.full((1, 1), number, dtype=torch.int32)
+        results.append((launch.row_sums(q_lr, k_lr, q, k, length),
+                        *launch.gradients(q_lr, k_lr, q, k, length, torch.ones(4, 1, 1, 3))))
+    for got, exact in zip(*results, strict=True):
+        assert exact.isfinite().all()
+        assert torch.equal(got, exact)

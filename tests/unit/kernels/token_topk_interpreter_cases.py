@@ -98,5 +98,23 @@ def test_limits_name_the_way_out():
         token_topk(wide, torch.zeros(8, 65536, 1, 16), head_budgets=[1], num_queries=4, q_block_size=4,
                    backend="triton")
     many = torch.zeros(1, 1, 1, 16).expand(65535 * 32 + 1, 1, 1, 16)
-    with pytest.raises(NotImplementedError, match="up to 2097120 keys of torch.float32 and rank 16, got 2097121; use ba"):
+    with pytest.raises(NotImplementedError, match="to 2097120 keys of torch.float32 and rank 16, got 2097121; use"):
         token_topk(torch.zeros(1, 1, 1, 16), many, head_budgets=[1], num_queries=4, q_block_size=4, backend="triton")
+
+
+@pytest.mark.parametrize(("given", "means"), [(90, 40), (-7, 0)])
+def test_a_length_that_no_host_checked_reads_no_key_outside(given, means):
+    # Behind the keys lie better ones.
+    buffer = torch.full((128, 1, 1, 16), 9.0, dtype=torch.float16)
+    buffer[:40] = torch.randint(-9, 9, (40, 1, 1, 16), generator=torch.Generator().manual_seed(0))
+    results = []
+    for number in (given, means):
+        indices = torch.full((12,), -1, dtype=torch.int32)
+        count = launch.token_topk(
+            torch.ones(2, 1, 1, 16).half(), buffer[:40], torch.zeros(1, 1, 1, dtype=torch.int64), indices,
+            budgets=torch.tensor([12], dtype=torch.int32), kv_length=torch.full((1, 1), number, dtype=torch.int32),
+            query_length=torch.tensor([16]), group_ids=torch.tensor([0]), proxies=2, reduction="mass", keep_own=False,
+            prefix=0, q_block_size=16, softmax_scale=0.3, longest=12)
+        results.append((count, indices))
+    assert int(results[1][0]) == min(12, means)
+    assert all(torch.equal(got, exact) for got, exact in zip(*results))

@@ -7,7 +7,7 @@ Dims: n query groups of g tokens (GROUP), s keys (num_keys), b batch, h query he
 import triton
 import triton.language as tl
 
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length, load_rows
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _attention_profile_lse_kernel(
     valid_m = first_m + lane_m < num_rows
     q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, first_m, lane_m, stride_qs, valid_m, HEAD_DIM, BLOCK_D)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
-    length = tl.minimum(tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     first_n = (span * SPAN).to(tl.int64)
     keys = tl.minimum(length - span * SPAN, SPAN)
     lane_n = tl.arange(0, BLOCK_N)
@@ -78,7 +78,7 @@ def _attention_profile_mass_kernel(
     q_base = q_ptr + batch * stride_qb + head * stride_qh
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
     lse_base = lse_ptr + batch_head * num_groups * GROUP
-    length = tl.minimum(tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     group = first_group + tl.arange(0, groups_per_tile)
     for step in range(0, tl.minimum(num_blocks - span * SPAN, SPAN), blocks_per_tile):
         first_block = span * SPAN + step

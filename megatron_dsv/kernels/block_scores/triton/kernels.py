@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsv.kernels.block_scores.triton.exponentials import SAFE_LOG2, exp2_scaled, log2_fast
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -24,7 +24,7 @@ def _key_bound_kernel(k_ptr, bound_ptr, kv_length_ptr, stride_ks, stride_kb, str
     """bound [b, G, spans]: largest squared norm of the valid keys of each span; NaN and inf stay what they are."""
     span = tl.program_id(0)
     batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1).to(tl.int64) % kv_heads
-    length = tl.minimum(tl.load(kv_length_ptr + tl.program_id(1)).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + tl.program_id(1), num_keys)
     lane_n = tl.arange(0, BLOCK_N)
     most = tl.zeros([BLOCK_N], tl.float32)
     for step in range(0, SPAN, BLOCK_N):
@@ -65,7 +65,7 @@ def _block_partial_kernel(
     q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, (first_row + first_m).to(tl.int64), lane_m, stride_qs,
                   valid_m, RANK, BLOCK_D)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
-    length = tl.minimum(tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     out = partial_ptr + (pair.to(tl.int64) * num_steps * num_rows + first_m) * PER_STEP
 
     first_step = span * SPAN
@@ -238,7 +238,7 @@ def _pool_queries_kernel(q_ptr, out_ptr, query_length_ptr, stride_qs, stride_qb,
     """out [rows, b, h * r]: mean over the valid ones of each TOKENS tokens of q [s, b, h, r]."""
     row, item = tl.program_id(0).to(tl.int64), tl.program_id(1) % batch
     column = (tl.program_id(1) // batch * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    length = tl.minimum(tl.load(query_length_ptr + item).to(tl.int32), tokens)
+    length = load_length(query_length_ptr + item, tokens)
     source = q_ptr + row * TOKENS * stride_qs + item.to(tl.int64) * stride_qb
     total = tl.zeros([BLOCK_C], tl.float32)
     count = tl.maximum(tl.minimum(length - row * TOKENS, TOKENS), 0)

@@ -10,6 +10,8 @@ Dims: b batch, h query heads, G key/value heads (kv_heads), Nq query groups (num
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
+
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -33,7 +35,7 @@ def _select_rows_kernel(
     block = tl.arange(0, BLOCK)
     scores = tl.load(scores_ptr + tl.program_id(0).to(tl.int64) * num_blocks + block, mask=block < num_blocks,
                      other=0.0)
-    length = tl.load(kv_length_ptr + batch * kv_heads + head // (heads // kv_heads))
+    length = load_length(kv_length_ptr + batch * kv_heads + head // (heads // kv_heads), num_blocks * KV_BLOCK)
     number = group.to(tl.int64)
     if HAS_IDS:
         number = tl.load(group_ids_ptr + group).to(tl.int64)
@@ -43,8 +45,7 @@ def _select_rows_kernel(
     if dense | (real == 0):
         tl.store(row_count_ptr + row, 0)
     else:
-        # No block begins past the keys, but a length may.
-        valid = (block * KV_BLOCK < length) & (block < num_blocks)
+        valid = block * KV_BLOCK < length
         forced = block < prefix
         if OWN:
             forced |= (block >= number * Q_BLOCK // KV_BLOCK) & (block <= ((number + 1) * Q_BLOCK - 1) // KV_BLOCK)

@@ -9,6 +9,8 @@ pairs are (batch, head), and a launch takes those from ``first_pair`` on.
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
+
 
 @triton.jit
 def _mark_rows_kernel(
@@ -20,8 +22,8 @@ def _mark_rows_kernel(
     pair = first_pair + chunk_pair
     start = tl.load(row_start_ptr + pair * num_groups + group)
     listed = start >= 0
-    length = tl.load(kv_length_ptr + pair // heads * kv_heads + pair % heads // (heads // kv_heads))
-    every = tl.minimum(tl.cdiv(tl.maximum(length, 0), KV_BLOCK), num_blocks)
+    kv_head = pair // heads * kv_heads + pair % heads // (heads // kv_heads)
+    every = tl.cdiv(load_length(kv_length_ptr + kv_head, num_blocks * KV_BLOCK), KV_BLOCK)
     entries = tl.where(listed, tl.load(row_count_ptr + pair * num_groups + group), every)
     if entries > most:
         tl.store(excess_ptr, 1)

@@ -12,7 +12,7 @@ dim (HEAD_DIM), r predictor rank (RANK).
 import triton
 import triton.language as tl
 
-from megatron_dsv.kernels.sparse_attention.triton.lists import load_rows
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length, load_rows
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _predictor_loss_fwd_kernel(
     q_lr = _load_sampled(q_lr_ptr + batch * stride_qlb, row, head, stride_qls, stride_qlh, valid_m, RANK, BLOCK_R)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
     k_lr_base = k_lr_ptr + batch * stride_klb + kv_head * stride_klg
-    length = tl.minimum(tl.load(kv_length_ptr + batch_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch_head, num_keys)
     first_n = (span * SPAN).to(tl.int64)
     keys = tl.maximum(tl.minimum(length - span * SPAN, SPAN), 0)
     lane_n = tl.arange(0, BLOCK_N)
@@ -145,7 +145,7 @@ def _predictor_loss_bwd_dq_kernel(
     q_lr = _load_sampled(q_lr_ptr + batch * stride_qlb, row, head, stride_qls, stride_qlh, learns, RANK, BLOCK_R)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
     k_lr_base = k_lr_ptr + batch * stride_klb + kv_head * stride_klg
-    length = tl.minimum(tl.load(kv_length_ptr + batch_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch_head, num_keys)
     first_n = (span * SPAN).to(tl.int64)
     keys = tl.minimum(length - span * SPAN, SPAN)
     lane_n = tl.arange(0, BLOCK_N)
@@ -181,7 +181,7 @@ def _predictor_loss_bwd_dk_kernel(
 
     first_n = (tile * BLOCK_N).to(tl.int64)
     lane_n = tl.arange(0, BLOCK_N)
-    length = tl.minimum(tl.load(kv_length_ptr + batch_head).to(tl.int32), num_keys)
+    length = load_length(kv_length_ptr + batch_head, num_keys)
     valid_n = lane_n < length - tile * BLOCK_N
     k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kg, first_n, lane_n, stride_ks, valid_n, HEAD_DIM,
                   BLOCK_D)

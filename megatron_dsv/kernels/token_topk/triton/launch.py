@@ -56,9 +56,9 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
     tile, sweep = pick_tile(q_pooled), pick_sweep_tile(q_pooled)
     common = {"q_ptr": q_pooled, "k_ptr": k_lr, "lse_ptr": lse, "kv_length_ptr": kv_length.contiguous(),
               **{f"stride_q{axis}": q_pooled.stride(i) for i, axis in enumerate("sbh")},
-              **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_groups": groups,
-              "heads": h, "kv_heads": k_lr.shape[2], "scale_log2": softmax_scale * math.log2(math.e),
-              "lse_stride": lse.stride(0)}
+              **{f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}, "num_keys": k_lr.shape[0],
+              "num_groups": groups, "heads": h, "kv_heads": k_lr.shape[2],
+              "scale_log2": softmax_scale * math.log2(math.e), "lse_stride": lse.stride(0)}
     sizes = {"RANK": rank, "BLOCK_R": padded_dim(rank)}
     rules = {"PROXIES": proxies, "REDUCTION": reduction, **sizes}
     forcing = {"KEEP_OWN": keep_own, "Q_BLOCK": q_block_size}
@@ -109,7 +109,8 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
                         "EXACT": exact}, settle).run()
             Launch(_token_topk_lists_kernel, (heads * groups,),
                    {**lists, "kv_length_ptr": common["kv_length_ptr"], "kv_indices_ptr": kv_indices,
-                    "num_groups": groups, "heads": h, "kv_heads": k_lr.shape[2], "first_row": first * groups},
+                    "num_keys": k_lr.shape[0], "num_groups": groups, "heads": h, "kv_heads": k_lr.shape[2],
+                    "first_row": first * groups},
                    {"WORDS": _LISTS_TILE.block_n}, _LISTS_TILE).run()
     return kept
 
@@ -151,5 +152,5 @@ def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:
                                   f"{q_pooled.shape[-1]}; {way_out}")
     most_keys = MOST_TILES * pick_tile(q_pooled).block_n
     if k_lr.shape[0] > most_keys:
-        raise NotImplementedError(f"backend='triton' of token_topk takes up to {most_keys} keys of {q_pooled.dtype} and "
-                                  f"rank {q_pooled.shape[-1]}, got {k_lr.shape[0]}; {way_out}")
+        raise NotImplementedError(f"backend='triton' of token_topk takes up to {most_keys} keys of {q_pooled.dtype} "
+                                  f"and rank {q_pooled.shape[-1]}, got {k_lr.shape[0]}; {way_out}")

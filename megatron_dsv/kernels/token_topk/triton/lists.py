@@ -8,6 +8,7 @@ Dims: b batch, h query heads, Nq query groups, P proxies per query group, c plac
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.token_topk.triton.scores import NOTHING, load_keys, load_lse, load_proxies, ranks
 
 
@@ -49,8 +50,8 @@ def _write_tokens(out_ptr, before, most, word, first, WORDS: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row"])
 def _token_topk_settle_kernel(
         q_ptr, k_ptr, lse_ptr, kv_length_ptr, low_ptr, high_ptr, kept_ptr, flag_ptr, row_start_ptr, above_ptr,
-        reached_ptr, token_ptr, rank_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_groups,
-        heads, kv_heads, scale_log2, lse_stride, lse_spans, words_stride, first_row, EXACT: tl.constexpr,
+        reached_ptr, token_ptr, rank_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_keys,
+        num_groups, heads, kv_heads, scale_log2, lse_stride, lse_spans, words_stride, first_row, EXACT: tl.constexpr,
         PROXIES: tl.constexpr, REDUCTION: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
         CANDIDATES: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr):
     """Adds to above [rows, words] the keys within the bracket that stay; flags a row whose bracket does not serve.
@@ -67,7 +68,7 @@ def _token_topk_settle_kernel(
         batch_head, group = row // num_groups, (row % num_groups).to(tl.int32)
         batch, head = batch_head // heads, batch_head % heads
         kv_head = head // (heads // kv_heads)
-        length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
+        length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
         words = tl.cdiv(length, 32)
         above_row, reached_row = above_ptr + place * words_stride, reached_ptr + place * words_stride
         low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
@@ -150,8 +151,8 @@ def _keep_best(above_row, tokens, found_ranks, found, remaining, low, high, CAND
 
 @triton.jit(do_not_specialize=["first_row"])
 def _token_topk_lists_kernel(
-        above_ptr, row_start_ptr, kept_ptr, kv_length_ptr, kv_indices_ptr, num_groups, heads, kv_heads, words_stride,
-        first_row, WORDS: tl.constexpr):
+        above_ptr, row_start_ptr, kept_ptr, kv_length_ptr, kv_indices_ptr, num_keys, num_groups, heads, kv_heads,
+        words_stride, first_row, WORDS: tl.constexpr):
     """kv_indices from row_start on: the keys of the row's bits."""
     place = tl.program_id(0).to(tl.int64)
     row = first_row + place
@@ -159,8 +160,8 @@ def _token_topk_lists_kernel(
     kept = tl.load(kept_ptr + row)
     if (start >= 0) & (kept > 0):
         batch_head = row // num_groups
-        length = tl.load(kv_length_ptr + batch_head // heads * kv_heads + batch_head % heads // (heads // kv_heads))
-        words = tl.cdiv(length.to(tl.int32), 32)
+        kv_head = batch_head // heads * kv_heads + batch_head % heads // (heads // kv_heads)
+        words = tl.cdiv(load_length(kv_length_ptr + kv_head, num_keys), 32)
         written = kept * 0
         for first in range(0, words, WORDS):
             word = _load_words(above_ptr + place * words_stride, first, words, WORDS)

@@ -11,6 +11,7 @@ program, n keys of a tile. A row is (batch, query head, query group).
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.token_topk.triton.scores import (
     forced,
     load_keys,
@@ -35,8 +36,8 @@ def _lane_sums(tile, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["first_batch_head"])
 def _token_topk_mark_kernel(
         q_ptr, k_ptr, lse_ptr, group_ids_ptr, kv_length_ptr, low_ptr, high_ptr, flag_ptr, row_start_ptr, above_ptr,
-        reached_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_groups, heads, kv_heads,
-        prefix, scale_log2, lse_stride, lse_spans, pieces, first_batch_head, EXACT: tl.constexpr,
+        reached_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_keys, num_groups, heads,
+        kv_heads, prefix, scale_log2, lse_stride, lse_spans, pieces, first_batch_head, EXACT: tl.constexpr,
         SPAN: tl.constexpr, PROXIES: tl.constexpr, REDUCTION: tl.constexpr, KEEP_OWN: tl.constexpr,
         Q_BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr):
@@ -56,7 +57,7 @@ def _token_topk_mark_kernel(
     marked = exists & (tl.load(row_start_ptr + row, mask=exists, other=-1) >= 0)
     if EXACT:
         marked = marked & (tl.load(flag_ptr + row, mask=exists, other=0) != 0)
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     first = span * SPAN
     if (tl.max(marked.to(tl.int32), 0) > 0) & (first < length):
         low = tl.load(low_ptr + row, mask=marked, other=0)
@@ -121,7 +122,7 @@ def _add_exponentials(proxies, k, valid, most, total, scale_log2, PROXIES: tl.co
 @triton.jit
 def _token_topk_lse_kernel(
         q_ptr, k_ptr, lse_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg,
-        num_groups, heads, kv_heads, scale_log2, lse_stride, SPAN: tl.constexpr, PROXIES: tl.constexpr,
+        num_keys, num_groups, heads, kv_heads, scale_log2, lse_stride, SPAN: tl.constexpr, PROXIES: tl.constexpr,
         RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """lse [spans, b, h, Nq * P]: log-sum-exp, in units of log 2, of each proxy's logits over a span's valid keys."""
     tiles = tl.cdiv(num_groups, BLOCK_M)
@@ -131,7 +132,7 @@ def _token_topk_lse_kernel(
     kv_head = head // (heads // kv_heads)
     group = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = group < num_groups
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     proxies = load_proxies(q_ptr + batch * stride_qb + head * stride_qh, stride_qs, group, exists, PROXIES, RANK,
                            BLOCK_R)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg

@@ -7,6 +7,7 @@ is (batch, query head, query group).
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.token_topk.triton.scores import (
     BEST_RANK,
     NOTHING,
@@ -49,11 +50,11 @@ def _quantile(sample, wanted, lowest, highest):
 @triton.jit
 def _token_topk_bracket_kernel(
         q_ptr, k_ptr, lse_ptr, group_ids_ptr, budget_ptr, kv_length_ptr, query_length_ptr, low_ptr, high_ptr,
-        kept_ptr, flag_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_groups, heads,
-        kv_heads, prefix, scale_log2, lse_stride, lse_spans, candidates, EXACT: tl.constexpr, SPREAD: tl.constexpr,
-        PROXIES: tl.constexpr, REDUCTION: tl.constexpr, KEEP_OWN: tl.constexpr, Q_BLOCK: tl.constexpr,
-        RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        SAMPLES: tl.constexpr):
+        kept_ptr, flag_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, num_keys, num_groups,
+        heads, kv_heads, prefix, scale_log2, lse_stride, lse_spans, candidates, EXACT: tl.constexpr,
+        SPREAD: tl.constexpr, PROXIES: tl.constexpr, REDUCTION: tl.constexpr, KEEP_OWN: tl.constexpr,
+        Q_BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, SAMPLES: tl.constexpr):
     """low, high [b, h, Nq]: finite ranks above the worst that enclose a row's threshold, by sampling: very probably.
 
     With EXACT, for flagged rows only and in any case: at most ``candidates`` ranks lie in low..high - 1, or all of
@@ -69,7 +70,7 @@ def _token_topk_bracket_kernel(
     if EXACT:
         written = exists & (tl.load(flag_ptr + row, mask=exists, other=0) != 0)
     if tl.max(written.to(tl.int32), 0) > 0:
-        length = tl.load(kv_length_ptr + batch * kv_heads + kv_head).to(tl.int32)
+        length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
         begin, end = own_tokens(group_ids_ptr, group, exists, KEEP_OWN, Q_BLOCK)
         number = tl.load(group_ids_ptr + group, mask=exists, other=0)
         real = exists & (number * Q_BLOCK < tl.load(query_length_ptr + batch))

@@ -9,6 +9,7 @@ Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, 
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.sparse_attention.triton.tokens.rows import (
     add,
     gather,
@@ -56,7 +57,7 @@ def _token_attention_bwd_dkv_kernel(
         row_start_ptr, row_count_ptr, kv_length_ptr, stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg,
         stride_vs, stride_vb, stride_vg, stride_os, stride_ob, stride_oh, stride_dos, stride_dob, stride_doh,
         stride_dqs, stride_dqb, stride_dqh, stride_dks, stride_dkb, stride_dkg, stride_dvs, stride_dvb, stride_dvg,
-        first_row, num_queries, num_groups, heads, kv_heads, scale, scale_log2,
+        first_row, num_queries, num_keys, num_groups, heads, kv_heads, scale, scale_log2,
         Q_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, FUSED: tl.constexpr, PARTIAL: tl.constexpr):
     """Rows from ``first_row`` on, one a program.
@@ -99,7 +100,7 @@ def _token_attention_bwd_dkv_kernel(
         else:
             delta = tl.load(delta_base + first + lane, mask=valid, other=0.0)
 
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_list(kv_indices_ptr, row_start_ptr, row_count_ptr, row, length)
     whole = count // BLOCK_N * BLOCK_N
     token = load_keys(kv_indices_ptr, start, 0, count, listed, BLOCK_N)

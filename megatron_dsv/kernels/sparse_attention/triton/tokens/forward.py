@@ -6,6 +6,7 @@ Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads, 
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.sparse_attention.triton.tokens.rows import gather, load_keys, load_list, store
 
 
@@ -30,7 +31,7 @@ def _attend(q, k_base, v_base, token, valid, stride_ks, stride_vs, row_max, row_
 def _token_attention_fwd_kernel(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, row_start_ptr, row_count_ptr, kv_length_ptr,
         stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kg, stride_vs, stride_vb, stride_vg,
-        stride_os, stride_ob, stride_oh, num_queries, num_groups, heads, kv_heads, scale_log2,
+        stride_os, stride_ob, stride_oh, num_queries, num_keys, num_groups, heads, kv_heads, scale_log2,
         Q_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr):
     tiles: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
@@ -46,7 +47,7 @@ def _token_attention_fwd_kernel(
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kg
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vg
 
-    length = tl.load(kv_length_ptr + batch * kv_heads + kv_head)
+    length = load_length(kv_length_ptr + batch * kv_heads + kv_head, num_keys)
     start, count, listed = load_list(kv_indices_ptr, row_start_ptr, row_count_ptr, batch_head * num_groups + group,
                                      length)
     # No step is without a valid key, so the maximum is finite from the first one on.

@@ -120,7 +120,7 @@ def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 def plan_bounds(bounds: Tensor, k: Tensor, selection: KVSelection, first_row: int, rows: int) -> Launch:
     """Where each row's list enters each tile of keys: bounds int32 [rows, tiles + 1] contiguous."""
     tiles = bounds.shape[1] - 1
-    arguments = {"bounds_ptr": bounds, **_lists(selection), "first_row": first_row,
+    arguments = {"bounds_ptr": bounds, **_lists(selection), "first_row": first_row, "num_keys": k.shape[0],
                  "num_groups": selection.num_query_groups, "heads": selection.row_start.shape[1],
                  "kv_heads": k.shape[2], "num_tiles": tiles}
     return Launch(_token_bounds_kernel, (rows, -(-(tiles + 1) // _BOUNDS_LANES)), arguments,
@@ -168,15 +168,13 @@ def _lists(selection: KVSelection) -> dict[str, Tensor]:
     indices = selection.kv_indices
     if indices.numel() == 0:
         indices = torch.zeros(1, dtype=torch.int32, device=indices.device)
-    # What a length says beyond 0 and the keys is no key.
-    length = selection.kv_length.clamp(0, selection.num_keys)
     return {"kv_indices_ptr": indices.contiguous(), "row_start_ptr": selection.row_start.contiguous(),
-            "row_count_ptr": selection.row_count.contiguous(), "kv_length_ptr": length.contiguous()}
+            "row_count_ptr": selection.row_count.contiguous(), "kv_length_ptr": selection.kv_length.contiguous()}
 
 
 def _sizes(q: Tensor, k: Tensor, selection: KVSelection) -> dict[str, int]:
-    return {"num_queries": q.shape[0], "num_groups": selection.num_query_groups, "heads": q.shape[2],
-            "kv_heads": k.shape[2]}
+    return {"num_queries": q.shape[0], "num_keys": k.shape[0], "num_groups": selection.num_query_groups,
+            "heads": q.shape[2], "kv_heads": k.shape[2]}
 
 
 def _strides(axes: str, **tensors: Tensor) -> dict[str, int]:

@@ -6,18 +6,19 @@ Dims: h query heads, G key/value heads, Nq query groups, d head dim, t tiles of 
 import triton
 import triton.language as tl
 
+from megatron_dsv.kernels.sparse_attention.triton.lists import load_length
 from megatron_dsv.kernels.sparse_attention.triton.tokens.rows import gather, load_list
 
 
 @triton.jit
 def _token_bounds_kernel(
-        bounds_ptr, kv_indices_ptr, row_start_ptr, row_count_ptr, kv_length_ptr, first_row, num_groups, heads, kv_heads,
-        num_tiles, BLOCK_N: tl.constexpr, LANES: tl.constexpr):
+        bounds_ptr, kv_indices_ptr, row_start_ptr, row_count_ptr, kv_length_ptr, first_row, num_keys, num_groups, heads,
+        kv_heads, num_tiles, BLOCK_N: tl.constexpr, LANES: tl.constexpr):
     """bounds [rows, t + 1]: the first place of a row's list whose key lies in tile 0..t or after it."""
     row = first_row + tl.program_id(0).to(tl.int64)
     batch_head = row // num_groups
     kv_head = batch_head // heads * kv_heads + batch_head % heads // (heads // kv_heads)
-    length = tl.load(kv_length_ptr + kv_head)
+    length = load_length(kv_length_ptr + kv_head, num_keys)
     start, count, listed = load_list(kv_indices_ptr, row_start_ptr, row_count_ptr, row, length)
     tile = tl.program_id(1) * LANES + tl.arange(0, LANES)
     key = tile * BLOCK_N
@@ -48,7 +49,7 @@ def _token_ordered_sum_kernel(
     rows_per_kv_head = heads // kv_heads * num_groups
     begin = tl.maximum(batch_kv_head * rows_per_kv_head - first_row, 0)
     end = tl.minimum((batch_kv_head + 1) * rows_per_kv_head - first_row, num_rows)
-    length = tl.load(kv_length_ptr + batch_kv_head)
+    length = load_length(kv_length_ptr + batch_kv_head, num_keys)
 
     lane_n = tl.arange(0, BLOCK_N)
     key = (tile * BLOCK_N + lane_n).to(tl.int64)
