@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megatron_dsv.kernels.lengths import Length, key_lengths
 from megatron_dsv.kernels.predictor_loss.api import check_shapes, row_gradients, row_sums, row_terms
-from megatron_dsv.sparsity.lengths import Length, key_lengths
 
 ReduceRows = Callable[[Tensor], Tensor]
 """Adds sums over keys, one tensor, over the ranks that hold parts of the keys."""

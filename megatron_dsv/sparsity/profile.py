@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.attention_profile.api import block_mass, smallest_set
-from megatron_dsv.sparsity.lengths import Length, key_lengths
+from megatron_dsv.kernels.lengths import Length, key_lengths
 
 _ROW_ELEMENTS = 2**25
 """Attention probabilities of single queries held at once (128 MiB in fp32), or one query's of all heads."""

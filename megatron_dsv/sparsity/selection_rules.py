@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_dsv.kernels.block_scores.api import ChunkedScores
 from megatron_dsv.kernels.block_selection.api import select_rows
 from megatron_dsv.kernels.block_selection.limits import RowRule
+from megatron_dsv.kernels.lengths import Length, key_lengths, longest_on_host, query_lengths
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.sparsity.lengths import Length, key_lengths, longest_on_host, query_lengths
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from megatron_dsv.kernels.lengths import Length, query_lengths
 from megatron_dsv.kernels.selection import KVSelection
-from megatron_dsv.sparsity.lengths import Length, query_lengths
 from megatron_dsv.sparsity.profile import GroupProfile, gathered_rows, profile_gathered_groups
 
 

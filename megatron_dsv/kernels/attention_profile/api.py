@@ -10,15 +10,13 @@ blocks.
 
 from __future__ import annotations
 
-import functools
-import logging
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.attention_profile import reference
-
-logger = logging.getLogger(__name__)
+from megatron_dsv.kernels.launching import choose_or_log
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -59,15 +57,13 @@ def block_mass(q: Tensor, k: Tensor, *, valid_rows: Tensor, kv_length: Tensor, q
     if kv_length.shape != k.shape[1:3] or kv_length.dtype != torch.int32:
         raise ValueError(f"kv_length must be int32 [b, G] = {list(k.shape[1:3])}, got {kv_length.dtype} "
                          f"{list(kv_length.shape)}")
-    servable = q.dtype == k.dtype != torch.float64 and k.shape[-1] <= 256
-    match _resolve("block_mass", backend, k, servable):
+    match choose_or_log("block_mass", backend, k.device, lambda: _triton().mass_limit(q, k, kv_block_size)):
         case "reference":
             return reference.block_mass(q, k, valid_rows, kv_length, q_block_size=q_block_size,
                                         kv_block_size=kv_block_size, softmax_scale=softmax_scale)
         case "triton":
-            from megatron_dsv.kernels.attention_profile.triton import launch
-            return launch.block_mass(q, k, valid_rows, kv_length, q_block_size=q_block_size,
-                                     kv_block_size=kv_block_size, softmax_scale=softmax_scale)
+            return _triton().block_mass(q, k, valid_rows, kv_length, q_block_size=q_block_size,
+                                        kv_block_size=kv_block_size, softmax_scale=softmax_scale)
         case _:
             raise ValueError(f"backend of block_mass must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
@@ -95,29 +91,15 @@ def smallest_set(mass: Tensor, target: float, *, backend: str = "auto") -> Tenso
         raise ValueError(f"mass must be [..., width] with a width of at least 1, got {list(mass.shape)}")
     if not 0.0 < target <= 1.0:
         raise ValueError(f"target must be in (0, 1], got {target}")
-    match _resolve("smallest_set", backend, mass, mass.dtype == torch.float32):
+    match choose_or_log("smallest_set", backend, mass.device, lambda: _triton().set_limit(mass)):
         case "reference":
             return reference.smallest_set(mass, target)
         case "triton":
-            from megatron_dsv.kernels.attention_profile.triton import launch
-            return launch.smallest_set(mass, target)
+            return _triton().smallest_set(mass, target)
         case _:
             raise ValueError(f"backend of smallest_set must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def _resolve(what: str, backend: str, x: Tensor, servable: bool) -> str:
-    if backend != "auto":
-        return backend
-    if x.device.type != "cuda":
-        chosen, reason = "reference", f"the tensors lie on a {x.device.type} device"
-    elif not servable:
-        chosen, reason = "reference", f"triton does not take {x.dtype} of width {x.shape[-1]}"
-    else:
-        chosen, reason = "triton", "the tensors lie on a cuda device"
-    _log_choice(what, chosen, reason)
-    return chosen
-
-
-@functools.cache
-def _log_choice(what: str, chosen: str, reason: str) -> None:
-    logger.info("%s: backend='auto' took %r because %s", what, chosen, reason)
+def _triton() -> ModuleType:
+    from megatron_dsv.kernels.attention_profile.triton import launch
+    return launch

@@ -13,19 +13,17 @@ P proxies per query group, Nq query groups, Nk key/value blocks.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores import reference
-from megatron_dsv.kernels.host_values import on_device
-
-logger = logging.getLogger(__name__)
+from megatron_dsv.kernels.launching import choose_or_log
+from megatron_dsv.kernels.lengths import Length, key_lengths, query_lengths
 
 REDUCTIONS = ("mass", "lse", "max")
 BACKENDS = ("auto", "reference", "triton")
@@ -67,7 +65,7 @@ class ChunkedScores:
         return out
 
 
-def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1, query_length: int | Tensor | None = None,
+def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1, query_length: Length = None,
                  backend: str = "auto") -> Tensor:
     """Mean of the valid tokens of each of the ``proxies`` equal sub-chunks of each query group.
 
@@ -88,19 +86,19 @@ def pool_queries(q_lr: Tensor, *, q_block_size: int, proxies: int = 1, query_len
         raise ValueError(f"q_lr must be [s, b, h, r], got {tuple(q_lr.shape)}")
     if proxies < 1 or q_block_size < 1 or q_block_size % proxies:
         raise ValueError(f"proxies must divide q_block_size, got proxies={proxies}, q_block_size={q_block_size}")
-    length = _length("query_length", query_length, q_lr.shape[0], (q_lr.shape[1],), q_lr.device)
-    match _resolve("pool_queries", backend, q_lr):
+    length = query_lengths(query_length, batch=q_lr.shape[1], num_queries=q_lr.shape[0], device=q_lr.device,
+                           limit=q_lr.shape[0])
+    match choose_or_log("pool_queries", backend, q_lr.device, lambda: _triton().limit(q_block_size, q_lr)):
         case "reference":
             return reference.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
         case "triton":
-            from megatron_dsv.kernels.block_scores.triton import launch
-            return launch.pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
+            return _triton().pool_queries(q_lr, length, q_block_size=q_block_size, proxies=proxies)
         case _:
             raise ValueError(f"backend of pool_queries must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1, reduction: str = "mass",
-                 kv_length: int | Tensor | None = None, softmax_scale: float | None = None,
+                 kv_length: Length = None, softmax_scale: float | None = None,
                  backend: str = "auto") -> Tensor:
     """Scores of the key/value blocks for each query group, S = softmax_scale * q k^T being a proxy's logits.
 
@@ -128,18 +126,17 @@ def block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies:
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     arguments = _checked(q_pooled, k_lr, kv_block_size, proxies, reduction, kv_length, softmax_scale)
-    match _resolve("block_scores", backend, q_pooled, k_lr):
+    match choose_or_log("block_scores", backend, k_lr.device, lambda: _triton().limit(kv_block_size, q_pooled, k_lr)):
         case "reference":
             return reference.block_scores(**arguments)
         case "triton":
-            from megatron_dsv.kernels.block_scores.triton import launch
-            return launch.block_scores(**arguments)
+            return _triton().block_scores(**arguments)
         case _:
             raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, proxies: int = 1,
-                         reduction: str = "mass", kv_length: int | Tensor | None = None,
+                         reduction: str = "mass", kv_length: Length = None,
                          softmax_scale: float | None = None, backend: str = "auto") -> ChunkedScores:
     """``block_scores``, bit for bit, but computed when consumed, and not all of them at once.
 
@@ -148,16 +145,14 @@ def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, 
     arguments = _checked(q_pooled, k_lr, kv_block_size, proxies, reduction, kv_length, softmax_scale)
     rows, b, h, _ = q_pooled.shape
     shape = (b, h, rows // proxies, -(-k_lr.shape[0] // kv_block_size))
-    match _resolve("block_scores", backend, q_pooled, k_lr):
+    match choose_or_log("block_scores", backend, k_lr.device, lambda: _triton().limit(kv_block_size, q_pooled, k_lr)):
         case "reference":
             def chunks() -> Iterator[ScoreChunk]:
                 for first, scores in reference.score_chunks(**arguments):
                     yield ScoreChunk(0, first, scores.flatten(0, 1))
         case "triton":
-            from megatron_dsv.kernels.block_scores.triton import launch
-
             def chunks() -> Iterator[ScoreChunk]:
-                for chunk, scores in launch.score_chunks(**arguments):
+                for chunk, scores in _triton().score_chunks(**arguments):
                     yield ScoreChunk(chunk.first_pair, chunk.first_group, scores)
         case _:
             raise ValueError(f"backend of block_scores must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -165,7 +160,7 @@ def chunked_block_scores(q_pooled: Tensor, k_lr: Tensor, *, kv_block_size: int, 
 
 
 def _checked(q_pooled: Tensor, k_lr: Tensor, kv_block_size: int, proxies: int, reduction: str,
-             kv_length: int | Tensor | None, softmax_scale: float | None) -> dict[str, Any]:
+             kv_length: Length, softmax_scale: float | None) -> dict[str, Any]:
     """The arguments of a backend."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
@@ -180,44 +175,12 @@ def _checked(q_pooled: Tensor, k_lr: Tensor, kv_block_size: int, proxies: int, r
         raise ValueError(f"q_pooled must hold a multiple of proxies={proxies} rows, got {rows}")
     if kv_block_size < 1:
         raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
-    length = _length("kv_length", kv_length, sk, (b, heads_kv), k_lr.device)
+    length = key_lengths(kv_length, batch=b, num_kv_heads=heads_kv, num_keys=sk, device=k_lr.device)
     return {"q_pooled": q_pooled, "k_lr": k_lr, "kv_length": length, "kv_block_size": kv_block_size,
             "proxies": proxies, "reduction": reduction,
             "softmax_scale": r ** -0.5 if softmax_scale is None else float(softmax_scale)}
 
 
-def _resolve(op: str, backend: str, *inputs: Tensor) -> str:
-    if backend != "auto":
-        return backend
-    first = inputs[0]
-    if first.device.type != "cuda":
-        chosen, reason = "reference", f"the tensors lie on a {first.device.type} device"
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        chosen, reason = "reference", "autograd records"
-    elif first.dtype not in (torch.bfloat16, torch.float16, torch.float32) or first.shape[-1] > 256:
-        chosen, reason = "reference", f"triton does not take {first.dtype} of rank {first.shape[-1]}"
-    else:
-        chosen, reason = "triton", "the tensors lie on a cuda device"
-    _log_choice(op, chosen, reason)
-    return chosen
-
-
-@functools.cache
-def _log_choice(op: str, chosen: str, reason: str) -> None:
-    logger.info("%s: backend='auto' took %r because %s", op, chosen, reason)
-
-
-def _length(name: str, length: int | Tensor | None, tokens: int, shape: tuple[int, ...],
-            device: torch.device) -> Tensor:
-    """``length`` as an int tensor of ``shape``; a tensor [b] is spread over the heads of [b, G]."""
-    if length is None:
-        length = tokens
-    if isinstance(length, int):
-        if not 0 <= length <= tokens:
-            raise ValueError(f"{name} must lie in [0, {tokens}], got {length}")
-        return torch.full(shape, length, dtype=torch.int32, device=device)
-    if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
-        raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
-                         f"got {length.dtype} {tuple(length.shape)}")
-    length = on_device(length, length.dtype, device) if length.device.type == "cpu" else length.to(device)
-    return length if length.dim() == len(shape) else length[:, None].expand(shape)
+def _triton() -> ModuleType:
+    from megatron_dsv.kernels.block_scores.triton import launch
+    return launch

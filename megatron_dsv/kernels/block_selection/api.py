@@ -8,7 +8,7 @@ query_length keeps nothing; any other row of a head without places (width 0) is 
 
 Scores are not asked for where every head is dense.
 
-Backends: ``reference`` (torch), ``triton`` (one launch for each chunk of scores; up to MAX_BLOCKS blocks; CUDA, or
+Backends: ``reference`` (torch), ``triton`` (one launch for each chunk of scores; up to 16,384 blocks; CUDA, or
 TRITON_INTERPRET=1 on the CPU), ``auto`` (triton on CUDA where it can serve the request; logged once).
 
 Dims: b batch, h query heads, G key/value heads (h % G == 0), Nq query groups, Nk key/value blocks.
@@ -16,21 +16,17 @@ Dims: b batch, h query heads, G key/value heads (h % G == 0), Nq query groups, N
 
 from __future__ import annotations
 
-import functools
-import logging
+from types import ModuleType
 
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores.api import ChunkedScores
 from megatron_dsv.kernels.block_selection import reference
 from megatron_dsv.kernels.block_selection.limits import RowRule
+from megatron_dsv.kernels.launching import choose_or_log
 from megatron_dsv.kernels.selection import KVSelection
 
-logger = logging.getLogger(__name__)
-
 BACKENDS = ("auto", "reference", "triton")
-MAX_BLOCKS = 16384
-"""Blocks of a row that the triton backend holds in registers."""
 
 
 def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Tensor, query_length: Tensor,
@@ -56,12 +52,11 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Ten
     if len(rule.widths) != h or max(rule.widths, default=0) > max(nk, 1):
         raise ValueError(f"rule must have {h} widths, one for each head, of at most the {nk} blocks of a row, got "
                          f"{list(rule.widths)}")
-    match _resolve(backend, scores.device.type, nk):
+    match choose_or_log("select_rows", backend, scores.device, lambda: _triton().limit(nk)):
         case "reference":
             rows = reference.select_rows(scores, rule, kv_length, query_length, query_group_ids)
         case "triton":
-            from megatron_dsv.kernels.block_selection.triton import launch
-            rows = launch.select_rows(scores, rule, kv_length, query_length, query_group_ids)
+            rows = _triton().select_rows(scores, rule, kv_length, query_length, query_group_ids)
         case _:
             raise ValueError(f"backend of select_rows must be one of {', '.join(BACKENDS)}, got {backend!r}")
     kv_indices, row_start, row_count = rows
@@ -72,19 +67,6 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, *, kv_length: Ten
         max_row_count=max_row_count, max_entries=b * nq * sum(width or most for width in rule.widths))
 
 
-def _resolve(backend: str, device_type: str, num_blocks: int) -> str:
-    if backend != "auto":
-        return backend
-    if device_type != "cuda":
-        chosen, reason = "reference", f"the scores lie on a {device_type} device"
-    elif num_blocks > MAX_BLOCKS:
-        chosen, reason = "reference", f"rows have more than {MAX_BLOCKS} blocks"
-    else:
-        chosen, reason = "triton", "the scores lie on a cuda device"
-    _log_choice(chosen, reason)
-    return chosen
-
-
-@functools.cache
-def _log_choice(chosen: str, reason: str) -> None:
-    logger.info("select_rows: backend='auto' took %r because %s", chosen, reason)
+def _triton() -> ModuleType:
+    from megatron_dsv.kernels.block_selection.triton import launch
+    return launch

@@ -18,18 +18,16 @@ Dims: R sampled rows, s keys, b batch, h query heads, G key/value heads (h % G =
 
 from __future__ import annotations
 
-import functools
-import logging
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_dsv.kernels.launching import choose_or_log
 from megatron_dsv.kernels.predictor_loss import reference
 from megatron_dsv.kernels.predictor_loss.terms import row_terms
 
 __all__ = ["BACKENDS", "check_shapes", "row_gradients", "row_sums", "row_terms"]
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -54,12 +52,11 @@ def row_sums(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor
         NotImplementedError: ``triton`` cannot serve the request; the message names the way out.
     """
     _check(q_lr, k_lr, q, k, kv_length)
-    match _resolve(backend, q_lr, k_lr, q, k):
+    match choose_or_log("predictor_loss", backend, k.device, lambda: _triton().limit(q_lr, k_lr, q, k)):
         case "reference":
             return reference.row_sums(q_lr, k_lr, q, k, kv_length)
         case "triton":
-            from megatron_dsv.kernels.predictor_loss.triton import launch
-            return launch.row_sums(q_lr, k_lr, q, k, kv_length)
+            return _triton().row_sums(q_lr, k_lr, q, k, kv_length)
         case _:
             raise ValueError(f"backend of predictor_loss must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
@@ -82,12 +79,11 @@ def row_gradients(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: T
     rows, b, h, _ = q.shape
     if coefficients.shape != (4, b, h, rows):
         raise ValueError(f"coefficients must be [4, b, h, R] = {[4, b, h, rows]}, got {list(coefficients.shape)}")
-    match _resolve(backend, q_lr, k_lr, q, k):
+    match choose_or_log("predictor_loss", backend, k.device, lambda: _triton().limit(q_lr, k_lr, q, k)):
         case "reference":
             return reference.gradients(q_lr, k_lr, q, k, kv_length, coefficients)
         case "triton":
-            from megatron_dsv.kernels.predictor_loss.triton import launch
-            return launch.gradients(q_lr, k_lr, q, k, kv_length, coefficients)
+            return _triton().gradients(q_lr, k_lr, q, k, kv_length, coefficients)
         case _:
             raise ValueError(f"backend of predictor_loss must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
@@ -114,21 +110,6 @@ def _check(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor) 
                          f"{list(kv_length.shape)}")
 
 
-def _resolve(backend: str, q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor) -> str:
-    if backend != "auto":
-        return backend
-    if k.device.type != "cuda":
-        chosen, reason = "reference", f"the tensors lie on a {k.device.type} device"
-    elif q.dtype != k.dtype or q_lr.dtype != k_lr.dtype or torch.float64 in (k.dtype, k_lr.dtype) \
-            or max(k.shape[-1], k_lr.shape[-1]) > 256:
-        chosen, reason = "reference", (f"triton does not take {k.dtype} keys of {k.shape[-1]} channels with "
-                                       f"{k_lr.dtype} predictor keys of rank {k_lr.shape[-1]}")
-    else:
-        chosen, reason = "triton", "the tensors lie on a cuda device"
-    _log_choice(chosen, reason)
-    return chosen
-
-
-@functools.cache
-def _log_choice(chosen: str, reason: str) -> None:
-    logger.info("predictor_loss: backend='auto' took %r because %s", chosen, reason)
+def _triton() -> ModuleType:
+    from megatron_dsv.kernels.predictor_loss.triton import launch
+    return launch

@@ -47,6 +47,11 @@ def choose(pass_name: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelecti
     if not q.is_cuda:
         _log_choice(pass_name, "reference", f"the tensors lie on a {q.device.type} device")
         return "reference"
+    from megatron_dsv.kernels.sparse_attention.triton import launch
+    if (kept := launch.limit(q, k)) is not None:
+        # The libraries serve a part of what triton does.
+        _log_choice(pass_name, "reference", f"triton {kept.partition(';')[0]}")
+        return "reference"
     able = ("triton", *(name for name in _LIBRARIES
                         if _limit(name, q, k, v, selection, deterministic) is None))
     density = min(1.0, selection.entries_bound / max(1, selection.row_start.numel() * selection.num_kv_blocks))

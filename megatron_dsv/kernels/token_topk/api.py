@@ -23,19 +23,19 @@ proxies per query group, Nq query groups.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_dsv.kernels.attention_layout import resolve_scale
+from megatron_dsv.kernels.host_values import on_device
+from megatron_dsv.kernels.launching import choose_or_log
+from megatron_dsv.kernels.lengths import Length, key_lengths, longest_on_host, query_lengths
 from megatron_dsv.kernels.selection import DENSE_ROW, KVSelection
 from megatron_dsv.kernels.token_topk import reference
-
-logger = logging.getLogger(__name__)
 
 REDUCTIONS = ("mass", "lse", "max")
 BACKENDS = ("auto", "reference", "triton")
@@ -43,8 +43,8 @@ BACKENDS = ("auto", "reference", "triton")
 
 @torch.no_grad()
 def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], num_queries: int, q_block_size: int,
-               proxies: int = 1, reduction: str = "mass", kv_length: int | Tensor | None = None,
-               query_length: int | Tensor | None = None, query_group_ids: Tensor | None = None,
+               proxies: int = 1, reduction: str = "mass", kv_length: Length = None,
+               query_length: Length = None, query_group_ids: Tensor | None = None,
                keep_own_tokens: bool = True, prefix_tokens: int = 0, softmax_scale: float | None = None,
                backend: str = "auto") -> KVSelection:
     """Select ``head_budgets[i]`` keys for every query group of head i.
@@ -78,32 +78,33 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
     b, h, groups = _check(q_pooled, k_lr, proxies, reduction, backend, num_queries, q_block_size, head_budgets,
                           query_group_ids, query_length, prefix_tokens)
     sk, device = k_lr.shape[0], k_lr.device
-    lengths, most = _length("kv_length", kv_length, sk, sk, (b, k_lr.shape[2]), device)
-    reals, _ = _length("query_length", query_length, num_queries, None, (b,), device)
+    lengths = key_lengths(kv_length, batch=b, num_kv_heads=k_lr.shape[2], num_keys=sk, device=device)
+    reals = query_lengths(query_length, batch=b, num_queries=num_queries, device=device)
+    most = longest_on_host(kv_length, sk)
     forced = prefix_tokens + (q_block_size if keep_own_tokens else 0)
     caps = [min(max(budget, forced), max(most, 1)) for budget in head_budgets]
     widths = [0 if cap >= most else cap for cap in caps]
 
-    before = [b * groups * sum(widths[:head]) for head in range(h)]
-    host = torch.tensor([widths, before, caps], dtype=torch.int64).to(device, non_blocking=True)
-    row = torch.arange(b, device=device)[:, None, None] * groups + torch.arange(groups, device=device)
-    row_start = torch.where(host[0] > 0, host[1], DENSE_ROW)[None, :, None] + row * host[0][None, :, None]
+    starts = [b * groups * sum(widths[:head]) if widths[head] else DENSE_ROW for head in range(h)]
+    table = on_device((tuple(starts), tuple(widths), tuple(caps)), torch.int64, device)
+    row = torch.arange(b * groups, device=device).view(b, 1, groups)
+    row_start = torch.addcmul(table[0, :, None], row, table[1, :, None])
     # The last place is spare.
     kv_indices = torch.empty(b * groups * sum(widths) + 1, dtype=torch.int32, device=device)
     ids = torch.arange(groups, device=device) if query_group_ids is None else query_group_ids.to(device)
     arguments: dict[str, Any] = {
-        "budgets": host[2].to(torch.int32), "kv_length": lengths, "query_length": reals, "group_ids": ids,
+        "budgets": table[2], "kv_length": lengths, "query_length": reals, "group_ids": ids,
         "proxies": proxies, "reduction": reduction, "keep_own": keep_own_tokens, "prefix": prefix_tokens,
         "q_block_size": q_block_size, "longest": max(widths),
         "softmax_scale": resolve_scale(softmax_scale, q_pooled)}
-    match _resolve(backend, q_pooled):
+    match choose_or_log("token_topk", backend, k_lr.device, lambda: _triton().limit(q_pooled, k_lr)):
         case "reference":
             row_count = reference.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
         case "triton":
-            from megatron_dsv.kernels.token_topk.triton import launch
-            row_count = launch.token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
-    # A group of padding attends to nothing, in a dense head, too.
-    row_start = torch.where(row_count == 0, row_start.clamp_min(0), row_start)
+            row_count = _triton().token_topk(q_pooled, k_lr, row_start, kv_indices, **arguments)
+    if 0 in widths:
+        # A group of padding attends to nothing, in a dense head, too.
+        row_start = torch.where(row_count == 0, row_start.clamp_min(0), row_start)
     return KVSelection(kv_indices=kv_indices[:-1], row_start=row_start, row_count=row_count, kv_length=lengths,
                        num_queries=num_queries, num_keys=sk, q_block_size=q_block_size, kv_block_size=1,
                        max_row_count=sk if 0 in widths else max(caps),
@@ -112,7 +113,7 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, *, head_budgets: Sequence[int], n
 
 def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend: str, num_queries: int,
            q_block_size: int, head_budgets: Sequence[int], query_group_ids: Tensor | None,
-           query_length: int | Tensor | None, prefix_tokens: int) -> tuple[int, int, int]:
+           query_length: Length, prefix_tokens: int) -> tuple[int, int, int]:
     """(b, h, Nq)."""
     if backend not in BACKENDS:
         raise ValueError(f"backend of token_topk must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -143,47 +144,6 @@ def _check(q_pooled: Tensor, k_lr: Tensor, proxies: int, reduction: str, backend
     return b, h, groups
 
 
-def _length(name: str, length: int | Tensor | None, default: int, limit: int | None, shape: tuple[int, ...],
-            device: torch.device) -> tuple[Tensor, int]:
-    """``length`` as int32 of ``shape``, and the largest value that the host can know.
-
-    What is known here must lie in [0, limit]; what only the device knows is clamped, so that nothing reads past it.
-    """
-    def check(lowest: int, highest: int) -> None:
-        if lowest < 0 or (limit is not None and highest > limit):
-            allowed = "be at least 0" if limit is None else f"lie in [0, {limit}]"
-            raise ValueError(f"{name} must {allowed}, got {lowest if lowest < 0 else highest}")
-
-    length = default if length is None else length
-    if isinstance(length, int):
-        check(length, length)
-        return torch.full(shape, length, dtype=torch.int32, device=device), length
-    if length.dtype not in (torch.int32, torch.int64) or tuple(length.shape) not in (shape[:1], shape):
-        raise ValueError(f"{name} must be an integer tensor of shape {shape[:1]} or {shape}, "
-                         f"got {length.dtype} {tuple(length.shape)}")
-    most = default
-    if length.device.type == "cpu" and length.numel():
-        most = int(length.max())
-        check(int(length.min()), most)
-    elif limit is not None:
-        length = length.clamp(0, limit)
-    length = length.to(device=device, dtype=torch.int32, non_blocking=True)
-    return (length if length.dim() == len(shape) else length[:, None].expand(shape).contiguous()), min(most, default)
-
-
-def _resolve(backend: str, q_pooled: Tensor) -> str:
-    if backend != "auto":
-        return backend
-    if q_pooled.device.type != "cuda":
-        chosen, reason = "reference", f"the tensors lie on a {q_pooled.device.type} device"
-    elif q_pooled.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q_pooled.shape[-1] > 256:
-        chosen, reason = "reference", f"triton does not take {q_pooled.dtype} of rank {q_pooled.shape[-1]}"
-    else:
-        chosen, reason = "triton", "the tensors lie on a cuda device"
-    _log_choice(chosen, reason)
-    return chosen
-
-
-@functools.cache
-def _log_choice(chosen: str, reason: str) -> None:
-    logger.info("token_topk: backend='auto' took %r because %s", chosen, reason)
+def _triton() -> ModuleType:
+    from megatron_dsv.kernels.token_topk.triton import launch
+    return launch

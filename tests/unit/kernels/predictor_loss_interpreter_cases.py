@@ -146,9 +146,9 @@ def test_repeats_agree_bitwise_and_autograd_takes_them():
 
 def test_limits_name_the_way_out():
     for dtype in (torch.float64, torch.bfloat16):
-        with pytest.raises(NotImplementedError, match=rf"got {dtype}, .*; use backend='reference'"):
+        with pytest.raises(NotImplementedError, match=rf"got {dtype}; use backend='reference'"):
             predictor_loss_and_grads(*_inputs(2, 4, 1, 1, 1, 4, 4, dtype), softmax_scale=1.0, backend="triton")
-    with pytest.raises(NotImplementedError, match="ranks up to 256, got 300 and 4; use backend='reference'"):
+    with pytest.raises(NotImplementedError, match="ranks up to 256, got 300; use backend='reference'"):
         predictor_loss_and_grads(*_inputs(2, 4, 1, 1, 1, 300, 4, torch.float32), softmax_scale=1.0, backend="triton")
 
 

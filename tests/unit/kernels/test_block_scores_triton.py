@@ -30,7 +30,7 @@ def _launches(rank, kv_block, reduction, dtype, monkeypatch):
     launched = []
     with monkeypatch.context() as patch:
         patch.setattr(launch.Launch, "run", lambda self: launched.append(self))
-        patch.setattr(launch, "_check_limits", lambda *_: None)
+        patch.setattr(launch, "check_triton", lambda *_: None)
         launch.block_scores(q, k, length, kv_block_size=kv_block, proxies=proxies, reduction=reduction,
                             softmax_scale=0.25)
         launch.pool_queries(torch.empty(tokens, 1, heads, rank, dtype=dtype, device="meta"),

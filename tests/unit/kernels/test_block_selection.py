@@ -32,7 +32,7 @@ def test_kernels_compile_for_hopper(rule, monkeypatch):
 
     launched = []
     monkeypatch.setattr(launch.Launch, "run", lambda self: launched.append(self))
-    monkeypatch.setattr(launch, "_check_limits", lambda *_: None)
+    monkeypatch.setattr(launch, "check_triton", lambda *_: None)
     monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
     selection = select(torch.empty(1, 12, 512, 512, device="meta"), rule=rule, num_kv_heads=12, num_queries=32768,
                        num_keys=32768, q_block_size=64, kv_block_size=64, head_budgets=[51] * 12,

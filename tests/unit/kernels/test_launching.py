@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from megatron_dsv.kernels.launching import Launch, Tile, check_reach, padded_dim, power_of_two
+from megatron_dsv.kernels import launching
+from megatron_dsv.kernels.launching import (
+    Launch,
+    Tile,
+    check_reach,
+    check_triton,
+    choose_or_log,
+    kind_limit,
+    padded_dim,
+    power_of_two,
+)
 
 
 class _Kernel:
@@ -41,3 +51,27 @@ def test_tokens_too_far_apart_for_32_bits_are_refused():
 def test_sizes_are_padded_to_powers_of_two():
     assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
     assert [padded_dim(n) for n in (1, 16, 17, 96, 256)] == [16, 16, 32, 128, 256]
+
+
+def test_auto_and_an_explicit_request_have_one_limit_and_auto_says_once_what_it_took(monkeypatch, caplog):
+    monkeypatch.setattr(launching, "interpreted", lambda: False)
+    launching._log_choice.cache_clear()
+    cuda, wide, mixed = torch.device("cuda"), torch.empty(1, 300), (torch.empty(1), torch.empty(1).half())
+    limits = {"wide": lambda: kind_limit((wide,), widths="ranks"), "mixed": lambda: kind_limit(mixed, widths="ranks"),
+              "double": lambda: kind_limit((wide.double(),), widths="ranks"), "fine": lambda: None}
+    with caplog.at_level("INFO", logger=launching.__name__):
+        chosen = [choose_or_log(op, "auto", cuda, limit) for op, limit in limits.items() for _ in range(2)]
+        chosen.append(choose_or_log("host", "auto", torch.device("cpu"), pytest.fail))
+    assert chosen == ["reference"] * 6 + ["triton"] * 2 + ["reference"]
+    assert [message.replace("backend='auto' took ", "") for message in caplog.messages] == [
+        "wide: 'reference' because triton takes ranks up to 256, got 300",
+        "mixed: 'reference' because triton takes torch.bfloat16, torch.float16, torch.float32, queries as their keys, "
+        "got torch.float32, torch.float16",
+        "double: 'reference' because triton takes torch.bfloat16, torch.float16, torch.float32, got torch.float64",
+        "fine: 'triton' because the tensors lie on a cuda device",
+        "host: 'reference' because the tensors lie on a cpu device"]
+    assert choose_or_log("wide", "triton", cuda, pytest.fail) == "triton"
+    with pytest.raises(NotImplementedError, match="of wide takes ranks up to 256, got 300; use backend='reference'"):
+        check_triton("wide", cuda, limits["wide"]())
+    with pytest.raises(NotImplementedError, match=r"of fine needs CUDA tensors \(or TRITON_INTERPRET=1\), got cpu; u"):
+        check_triton("fine", torch.device("cpu"), None)

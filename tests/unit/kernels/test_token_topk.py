@@ -126,7 +126,7 @@ def test_kernels_compile_for_hopper(monkeypatch):
         assert kernel.metadata.shared <= SHARED_MEMORY_LIMIT
 
     monkeypatch.setattr(launch.Launch, "run", run)
-    monkeypatch.setattr(launch, "_check_limits", lambda *_: None)
+    monkeypatch.setattr(launch, "check_triton", lambda *_: None)
     launch.token_topk(
         meta((512 * 2, 1, 8, 16), torch.bfloat16), meta((65536, 1, 8, 16), torch.bfloat16),
         meta((1, 8, 512), torch.int64), meta((1000,), torch.int32), budgets=meta((8,), torch.int32),

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_dsv.kernels.attention_profile.triton.kernels import (
@@ -17,10 +16,18 @@ from megatron_dsv.kernels.attention_profile.triton.kernels import (
     _attention_profile_mass_kernel,
     _attention_profile_smallest_set_kernel,
 )
-from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim, power_of_two
+from megatron_dsv.kernels.launching import (
+    WAY_OUT,
+    Launch,
+    Tile,
+    check_triton,
+    kind_limit,
+    launch_device,
+    padded_dim,
+    power_of_two,
+    reach_limit,
+)
 
-MAX_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SPAN_TOKENS = 4096
 """Keys that one program walks: enough to bury its start, few enough that few rows still fill the device."""
 _ROW_ELEMENTS = 4096
@@ -30,11 +37,8 @@ _ROW_ELEMENTS = 4096
 def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q_block_size: int, kv_block_size: int,
                softmax_scale: float) -> Tensor:
     """fp32 [b, h, n, Nk] of q [n * g, b, h, d], k [s, b, G, d], valid_rows [n * g, b] and kv_length [b, G]."""
-    _check_limits(q, k)
-    check_reach(kv_block_size, q, k)
+    check_triton("block_mass", q.device, mass_limit(q, k, kv_block_size))
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    check_reach(1, q)
-    check_reach(kv_block_size, k)
     rows, b, h, _ = q.shape
     blocks = -(-k.shape[0] // kv_block_size)
     partial = torch.empty((b, h, rows, num_spans(k.shape[0])), dtype=torch.float32, device=q.device)
@@ -48,17 +52,22 @@ def block_mass(q: Tensor, k: Tensor, valid_rows: Tensor, kv_length: Tensor, *, q
 
 def smallest_set(mass: Tensor, target: float) -> Tensor:
     """fp32 [...] of mass fp32 [..., width]."""
-    if not mass.is_cuda and not triton.knobs.runtime.interpret:
-        raise NotImplementedError("backend='triton' of smallest_set needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{mass.device.type}; use backend='reference'")
-    if mass.dtype != torch.float32:
-        raise NotImplementedError(f"backend='triton' of smallest_set takes torch.float32, got {mass.dtype}; use "
-                                  "backend='reference'")
+    check_triton("smallest_set", mass.device, set_limit(mass))
     mass = mass.contiguous()
     out = torch.empty(mass.shape[:-1], dtype=torch.float32, device=mass.device)
     with launch_device(mass):
         plan_smallest_set(mass, out, target).run()
     return out
+
+
+def mass_limit(q: Tensor, k: Tensor, kv_block_size: int) -> str | None:
+    """What keeps these kernels from ``block_mass``, or None."""
+    return kind_limit((q, k), widths="head dims") or reach_limit(1, q) or reach_limit(kv_block_size, k)
+
+
+def set_limit(mass: Tensor) -> str | None:
+    """What keeps these kernels from ``smallest_set``, or None."""
+    return None if mass.dtype == torch.float32 else f"takes torch.float32, got {mass.dtype}; {WAY_OUT}"
 
 
 def num_spans(tokens: int) -> int:
@@ -119,19 +128,3 @@ def _common(q: Tensor, k: Tensor, kv_length: Tensor, softmax_scale: float) -> di
 def _constants(q: Tensor, tile: Tile) -> dict[str, int]:
     return {"HEAD_DIM": q.shape[-1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
             "BLOCK_D": padded_dim(q.shape[-1])}
-
-
-def _check_limits(q: Tensor, k: Tensor) -> None:
-    way_out = "use backend='reference'"
-    interpreted = triton.knobs.runtime.interpret
-    if not k.is_cuda and not interpreted:
-        raise NotImplementedError("backend='triton' of block_mass needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{k.device.type}; {way_out}")
-    dtypes = DTYPES[1:] if interpreted else DTYPES
-    if q.dtype != k.dtype or k.dtype not in dtypes:
-        raise NotImplementedError(f"backend='triton' of block_mass takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, q as k, got {q.dtype} and "
-                                  f"{k.dtype}; {way_out}")
-    if q.shape[-1] > MAX_DIM:
-        raise NotImplementedError(f"backend='triton' of block_mass takes head dims up to {MAX_DIM}, got "
-                                  f"{q.shape[-1]}; {way_out}")

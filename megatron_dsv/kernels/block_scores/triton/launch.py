@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores.triton.kernels import (
@@ -21,15 +20,32 @@ from megatron_dsv.kernels.block_scores.triton.kernels import (
     _key_bound_kernel,
     _pool_queries_kernel,
 )
-from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim, power_of_two
+from megatron_dsv.kernels.launching import (
+    WAY_OUT,
+    Launch,
+    Tile,
+    check_triton,
+    interpreted,
+    kind_limit,
+    launch_device,
+    padded_dim,
+    power_of_two,
+    reach_limit,
+)
 
-MAX_RANK = 256
 _SPAN_TOKENS = 4096
 """Keys that one program scores: enough to bury its start, few enough that short grids fill the device."""
 _BOUND_TOKENS = 1024
 """Keys that one program takes the norms of."""
 _SCRATCH_BYTES = 128 << 20
 """Bound on the values of (proxy, block) pairs that exist at once."""
+
+
+def limit(block: int, *inputs: Tensor) -> str | None:
+    """What keeps these kernels from tensors of which a program takes ``block`` tokens, or None."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return f"has no backward; call it under torch.no_grad() or {WAY_OUT}, which is differentiable"
+    return kind_limit(inputs, widths="ranks") or reach_limit(block, *inputs)
 
 
 @dataclass(frozen=True)
@@ -98,8 +114,7 @@ class Scorer:
 
     def __init__(self, q_pooled: Tensor, k_lr: Tensor, kv_length: Tensor, *, kv_block_size: int, proxies: int,
                  reduction: str, softmax_scale: float) -> None:
-        _check_limits("block_scores", q_pooled, k_lr)
-        check_reach(kv_block_size, q_pooled, k_lr)
+        check_triton("block_scores", k_lr.device, limit(kv_block_size, q_pooled, k_lr))
         self.q_pooled, self.k_lr = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_pooled, k_lr))
         self.kv_length = kv_length.contiguous()
         self.kv_block_size, self.proxies, self.reduction = kv_block_size, proxies, reduction
@@ -134,7 +149,7 @@ class Scorer:
         tile, per_step = self._tile_and_step()
         rank = self.q_pooled.shape[-1]
         constants: dict[str, Any] = {
-            "TAKE_MAX": self.reduction == "max", "MIXED": not triton.knobs.runtime.interpret,
+            "TAKE_MAX": self.reduction == "max", "MIXED": not interpreted(),
             "KV_BLOCK": self.kv_block_size, "PER_STEP": per_step, "SPAN": self._span(per_step),
             "BOUND_SPANS": power_of_two(self.bound.shape[-1]), "RANK": rank, "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n, "BLOCK_D": padded_dim(rank)}
@@ -177,8 +192,7 @@ class Scorer:
 
 def pool_queries(q_lr: Tensor, query_length: Tensor, *, q_block_size: int, proxies: int) -> Tensor:
     """[Nq * P, b, h, r] means over the valid tokens of q_lr [s, b, h, r]; query_length [b]."""
-    _check_limits("pool_queries", q_lr)
-    check_reach(q_block_size, q_lr)
+    check_triton("pool_queries", q_lr.device, limit(q_block_size, q_lr))
     q_lr = q_lr if q_lr.stride(-1) == 1 else q_lr.contiguous()
     s, b, h, r = q_lr.shape
     out = torch.empty((-(-s // q_block_size) * proxies, b, h, r), dtype=q_lr.dtype, device=q_lr.device)
@@ -227,22 +241,3 @@ def _even(total: int, part: int) -> int:
 def _strides(q_pooled: Tensor, k_lr: Tensor) -> dict[str, int]:
     strides = {f"stride_q{axis}": q_pooled.stride(i) for i, axis in enumerate("sbh")}
     return strides | {f"stride_k{axis}": k_lr.stride(i) for i, axis in enumerate("sbg")}
-
-
-def _check_limits(op: str, *inputs: Tensor) -> None:
-    way_out = "use backend='reference'"
-    first, interpreted = inputs[0], triton.knobs.runtime.interpret
-    if not first.is_cuda and not interpreted:
-        raise NotImplementedError(f"backend='triton' of {op} needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{first.device.type}; {way_out}")
-    dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16, torch.float32)
-    if first.dtype not in dtypes:
-        raise NotImplementedError(f"backend='triton' of {op} takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, got {first.dtype}; "
-                                  f"{way_out}")
-    if first.shape[-1] > MAX_RANK:
-        raise NotImplementedError(f"backend='triton' of {op} takes ranks up to {MAX_RANK}, got {first.shape[-1]}; "
-                                  f"{way_out}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        raise NotImplementedError(f"backend='triton' of {op} has no backward; call it under torch.no_grad() or "
-                                  f"{way_out}, which is differentiable")

@@ -9,19 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_dsv.kernels import host_values
 from megatron_dsv.kernels.block_scores.api import ChunkedScores, ScoreChunk
 from megatron_dsv.kernels.block_selection import reference
-from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
 from megatron_dsv.kernels.block_selection.limits import RowRule
 from megatron_dsv.kernels.block_selection.triton.rows import _select_rows_kernel
 from megatron_dsv.kernels.block_selection.triton.twin import _fill_twin_kernel, _mark_rows_kernel
-from megatron_dsv.kernels.launching import Launch, Tile, launch_device, power_of_two
+from megatron_dsv.kernels.launching import WAY_OUT, Launch, Tile, check_triton, launch_device, power_of_two
 from megatron_dsv.kernels.selection import KVSelection
 
+MAX_BLOCKS = 16384
+"""Blocks of a row that a program holds in registers."""
 _MASK_WORDS = 2**24
 """Words of the bit mask that exist at once: 64 MiB."""
 
@@ -31,7 +31,7 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, kv_length: Tensor
     """(kv_indices, row_start, row_count) of scores fp32 [b, h, Nq, Nk]; kv_length [b, G], query_length [b]."""
     b, h, nq, nk = scores.shape
     device = scores.device
-    _check_limits(device, nk)
+    check_triton("select_rows", device, limit(nk))
     if not any(rule.widths):
         return reference.select_rows(scores, rule, kv_length, query_length, query_group_ids)
     table = host_values.on_device(rule.table(b * nq), torch.int64, device)
@@ -44,6 +44,13 @@ def select_rows(scores: Tensor | ChunkedScores, rule: RowRule, kv_length: Tensor
             plan_rows(chunk, rule, table, kv_length, query_length, query_group_ids, kv_indices, row_start,
                       row_count).run()
     return kv_indices, row_start, row_count
+
+
+def limit(num_blocks: int) -> str | None:
+    """What keeps these kernels from rows of so many blocks, or None."""
+    if num_blocks <= MAX_BLOCKS:
+        return None
+    return f"takes rows of up to {MAX_BLOCKS} blocks, got {num_blocks}; {WAY_OUT} or longer blocks"
 
 
 def plan_rows(chunk: ScoreChunk, rule: RowRule, table: Tensor, kv_length: Tensor, query_length: Tensor,
@@ -72,7 +79,7 @@ def transpose(selection: KVSelection) -> KVSelection:
     """The key-major twin; entries ascend, in a buffer of ``max_entries``."""
     b, h, nq = selection.row_start.shape
     nk = selection.num_kv_blocks
-    _check_limits(selection.row_start.device, 0)
+    check_triton("with_transposed", selection.row_start.device, None)
     device = selection.row_start.device
     words = -(-nk // 32)
     capacity = selection.entries_bound
@@ -127,12 +134,3 @@ def plan_fill(rows: KVSelection, counts: dict[str, Tensor], first_pair: int, pai
 def _never_empty(indices: Tensor) -> Tensor:
     """A kernel wants a pointer even where it reads and writes nothing."""
     return indices if indices.numel() else torch.empty(1, dtype=torch.int32, device=indices.device)
-
-
-def _check_limits(device: torch.device, num_blocks: int) -> None:
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise NotImplementedError("backend='triton' of select_rows needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{device.type}; use backend='reference'")
-    if num_blocks > MAX_BLOCKS:
-        raise NotImplementedError(f"backend='triton' of select_rows takes rows of up to {MAX_BLOCKS} blocks, got "
-                                  f"{num_blocks}; use backend='reference' or longer blocks")

@@ -8,18 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim
+from megatron_dsv.kernels.launching import (
+    Launch,
+    Tile,
+    check_triton,
+    kind_limit,
+    launch_device,
+    padded_dim,
+    reach_limit,
+)
 from megatron_dsv.kernels.predictor_loss.triton.kernels import (
     _predictor_loss_bwd_dk_kernel,
     _predictor_loss_bwd_dq_kernel,
     _predictor_loss_fwd_kernel,
 )
 
-MAX_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SPAN_TOKENS = 2048
 """Keys that one program walks: enough to bury its start, few enough that few rows still fill the device."""
 
@@ -38,7 +43,7 @@ _FP32_TILES = {128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 
 def row_sums(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor) -> Tensor:
     """fp64 [6, b, h, R] of q_lr [R, b, h, r], k_lr [s, b, G, r], q [R, b, h, d], k [s, b, G, d]; kv_length [b, G]."""
-    _check_limits(q_lr, k_lr, q, k)
+    check_triton("predictor_loss", k.device, limit(q_lr, k_lr, q, k))
     q_lr, k_lr, q, k = _unit_last_stride(q_lr, k_lr, q, k)
     rows, b, h, _ = q.shape
     sums = torch.empty((6, max(1, num_spans(k.shape[0])), b, h, rows), dtype=torch.float64, device=q.device)
@@ -52,7 +57,7 @@ def row_sums(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor
 def gradients(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tensor,
               coefficients: Tensor) -> tuple[Tensor, Tensor]:
     """dq [R, b, h, r] and dk [s, b, G, r] in the dtypes of q_lr and k_lr; coefficients [4, b, h, R]."""
-    _check_limits(q_lr, k_lr, q, k)
+    check_triton("predictor_loss", k.device, limit(q_lr, k_lr, q, k))
     q_lr, k_lr, q, k = _unit_last_stride(q_lr, k_lr, q, k)
     coefficients = coefficients.float().contiguous()
     dk = torch.empty(k_lr.shape, dtype=k_lr.dtype, device=k.device)
@@ -61,6 +66,11 @@ def gradients(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor, kv_length: Tenso
         plan_dq(q_lr, k_lr, q, k, kv_length, coefficients, dq).run()
         plan_dk(q_lr, k_lr, q, k, kv_length, coefficients, dk).run()
     return dq.sum(0).to(q_lr.dtype), dk
+
+
+def limit(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor) -> str | None:
+    """What keeps these kernels from a request, or None."""
+    return kind_limit((q, k), (q_lr, k_lr), widths="head dims and ranks") or reach_limit(1, q_lr, k_lr, q, k)
 
 
 def num_spans(tokens: int) -> int:
@@ -119,21 +129,3 @@ def _constants(q_lr: Tensor, q: Tensor, k: Tensor, tile: Tile) -> dict[str, int]
 
 def _unit_last_stride(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
-def _check_limits(q_lr: Tensor, k_lr: Tensor, q: Tensor, k: Tensor) -> None:
-    way_out = "use backend='reference'"
-    interpreted = triton.knobs.runtime.interpret
-    if not k.is_cuda and not interpreted:
-        raise NotImplementedError("backend='triton' of predictor_loss needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{k.device.type}; {way_out}")
-    dtypes = DTYPES[1:] if interpreted else DTYPES
-    got = (q_lr.dtype, k_lr.dtype, q.dtype, k.dtype)
-    if q.dtype != k.dtype or q_lr.dtype != k_lr.dtype or not set(got) <= set(dtypes):
-        raise NotImplementedError(f"backend='triton' of predictor_loss takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, queries as their keys, got "
-                                  f"{', '.join(map(str, got))}; {way_out}")
-    if max(q.shape[-1], q_lr.shape[-1]) > MAX_DIM:
-        raise NotImplementedError(f"backend='triton' of predictor_loss takes head dims and ranks up to {MAX_DIM}, got "
-                                  f"{q.shape[-1]} and {q_lr.shape[-1]}; {way_out}")
-    check_reach(1, q_lr, k_lr, q, k)

@@ -10,11 +10,18 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_dsv.kernels.launching import Launch, Tile, check_reach, launch_device, padded_dim
+from megatron_dsv.kernels.launching import (
+    Launch,
+    Tile,
+    check_reach,
+    check_triton,
+    kind_limit,
+    launch_device,
+    padded_dim,
+)
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention.triton.backward_dkv import _sparse_attention_bwd_dkv_kernel
 from megatron_dsv.kernels.sparse_attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
@@ -23,7 +30,6 @@ from megatron_dsv.kernels.sparse_attention.triton.lists import Lists, Rows
 from megatron_dsv.kernels.sparse_attention.triton.order import heavy_first
 from megatron_dsv.kernels.sparse_attention.triton.tiles import HOPPER_BLOCK, pick_hopper_tile, pick_tile
 
-_MAX_HEAD_DIM = 256
 _KERNELS = {"forward": _sparse_attention_fwd_kernel, "dq": _sparse_attention_bwd_dq_kernel,
             "dkv": _sparse_attention_bwd_dkv_kernel}
 _HOPPER_HEAD_DIM = 64
@@ -34,7 +40,7 @@ _TMA_ALIGNMENT = 16
 
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [s, b, h, d] and lse fp32 [b, h, s] of q [s, b, h, d] over the selected keys of k, v [sk, b, G, d]."""
-    _check_limits(q, k)
+    check_triton("sparse_attention", q.device, limit(q, k))
     if selection.kv_block_size == 1:
         from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
         with launch_device(q):
@@ -53,7 +59,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     Blocks run over the selection's key-major twin, which is built when absent; only single tokens need to be asked to
     repeat bitwise.
     """
-    _check_limits(q, k)
+    check_triton("sparse_attention", q.device, limit(q, k))
     if selection.kv_block_size == 1:
         from megatron_dsv.kernels.sparse_attention.triton.tokens import launch as tokens
         with launch_device(q):
@@ -69,6 +75,11 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         plan_dq(dout, q, k, v, out, lse, stats, dq, selection, softmax_scale, hopper=hopper).run()
         plan_dkv(dout, q, k, v, stats, dk, dv, selection, softmax_scale, hopper=hopper).run()
     return dq, dk, dv
+
+
+def limit(q: Tensor, k: Tensor) -> str | None:
+    """What keeps these kernels from a request, or None."""
+    return kind_limit((q, k), widths="head dims")
 
 
 def new_stats(q: Tensor) -> Tensor:
@@ -121,21 +132,6 @@ def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: T
                  **_scales(softmax_scale)}
     grid = (k.shape[1] * k.shape[2] * selection.num_kv_blocks * _tiles(selection.kv_block_size, tile.block_n),)
     return Launch(kernel, grid, arguments, constants, tile)
-
-
-def _check_limits(q: Tensor, k: Tensor) -> None:
-    way_out = "use backend='reference'"
-    interpreted = triton.knobs.runtime.interpret
-    if not q.is_cuda and not interpreted:
-        raise NotImplementedError(f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {q.device.type}; "
-                                  f"{way_out}")
-    dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16, torch.float32)
-    if q.dtype not in dtypes:
-        raise NotImplementedError(f"backend='triton' takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, got {q.dtype}; {way_out}")
-    if q.shape[-1] > _MAX_HEAD_DIM:
-        raise NotImplementedError(f"backend='triton' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[-1]}; "
-                                  f"{way_out}")
 
 
 def _kernel_tile_constants(pass_name: str, q: Tensor, selection: KVSelection,

@@ -13,12 +13,20 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_dsv.kernels.launching import Launch, Tile, launch_device, padded_dim, power_of_two
+from megatron_dsv.kernels.launching import (
+    WAY_OUT,
+    Launch,
+    Tile,
+    check_triton,
+    kind_limit,
+    launch_device,
+    padded_dim,
+    power_of_two,
+)
 from megatron_dsv.kernels.token_topk.triton.lists import _token_topk_lists_kernel, _token_topk_settle_kernel
 from megatron_dsv.kernels.token_topk.triton.mark import _token_topk_lse_kernel, _token_topk_mark_kernel
 from megatron_dsv.kernels.token_topk.triton.search import MOST_TILES, _token_topk_bracket_kernel
 
-MAX_RANK = 256
 _SAMPLES = 512
 _SPREAD = 6
 """One key in so many is counted to guess a row's bracket."""
@@ -39,10 +47,10 @@ def token_topk(q_pooled: Tensor, k_lr: Tensor, row_start: Tensor, kv_indices: Te
                keep_own: bool, prefix: int, q_block_size: int, softmax_scale: float, longest: int) -> Tensor:
     """Writes kv_indices from row_start [b, h, Nq] on (rows with -1 store nothing); returns row_count int32 [b, h, Nq].
 
-    q_pooled [Nq * P, b, h, r], k_lr [sk, b, G, r]; budgets int32 [h], kv_length int32 [b, G], query_length [b],
+    q_pooled [Nq * P, b, h, r], k_lr [sk, b, G, r]; budgets [h], kv_length int32 [b, G], query_length [b],
     group_ids [Nq]; longest: the largest budget of a row that stores its list, 0 for none.
     """
-    _check_limits(q_pooled, k_lr)
+    check_triton("token_topk", k_lr.device, limit(q_pooled, k_lr))
     q_pooled, k_lr = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_pooled, k_lr))
     rows, b, h, rank = q_pooled.shape
     groups = rows // proxies
@@ -136,21 +144,12 @@ def pick_sweep_tile(q_pooled: Tensor) -> Tile:
     return Tile(16, 64, 1, 3)
 
 
-def _check_limits(q_pooled: Tensor, k_lr: Tensor) -> None:
-    way_out = "use backend='reference'"
-    interpreted = triton.knobs.runtime.interpret
-    if not q_pooled.is_cuda and not interpreted:
-        raise NotImplementedError("backend='triton' of token_topk needs CUDA tensors (or TRITON_INTERPRET=1), got "
-                                  f"{q_pooled.device.type}; {way_out}")
-    dtypes = (torch.float16, torch.float32) if interpreted else (torch.float16, torch.bfloat16, torch.float32)
-    if q_pooled.dtype not in dtypes:
-        raise NotImplementedError(f"backend='triton' of token_topk takes {', '.join(map(str, dtypes))}"
-                                  f"{' under TRITON_INTERPRET=1' if interpreted else ''}, got {q_pooled.dtype}; "
-                                  f"{way_out}")
-    if q_pooled.shape[-1] > MAX_RANK:
-        raise NotImplementedError(f"backend='triton' of token_topk takes ranks up to {MAX_RANK}, got "
-                                  f"{q_pooled.shape[-1]}; {way_out}")
-    most_keys = MOST_TILES * pick_tile(q_pooled).block_n
-    if k_lr.shape[0] > most_keys:
-        raise NotImplementedError(f"backend='triton' of token_topk takes up to {most_keys} keys of {q_pooled.dtype} "
-                                  f"and rank {q_pooled.shape[-1]}, got {k_lr.shape[0]}; {way_out}")
+def limit(q_pooled: Tensor, k_lr: Tensor) -> str | None:
+    """What keeps these kernels from a request, or None."""
+    if (kind := kind_limit((q_pooled, k_lr), widths="ranks")) is not None:
+        return kind
+    most = MOST_TILES * pick_tile(q_pooled).block_n
+    if k_lr.shape[0] <= most:
+        return None
+    return (f"takes up to {most} keys of {q_pooled.dtype} and rank {q_pooled.shape[-1]}, got {k_lr.shape[0]}; "
+            f"{WAY_OUT}")
