@@ -23,11 +23,7 @@ from torch import Tensor
 from megatron_dsv.kernels.attention_layout import check_backward, check_qkv, resolve_scale
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention.choice import BACKENDS
-from megatron_dsv.kernels.sparse_attention.op import (
-    flatten,
-    sparse_attention_backward,
-    sparse_attention_forward,
-)
+from megatron_dsv.kernels.sparse_attention.op import attend, flatten, run_backward, run_forward
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_scale: float | None = None,
@@ -52,7 +48,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *,
         NotImplementedError: the backend cannot serve the request; the message names the way out.
     """
     scale = _check(q, k, v, selection, softmax_scale, backend)
-    return sparse_attention_forward(q, k, v, *flatten(selection), scale, backend, deterministic)[0]
+    return attend(q, k, v, *flatten(selection), scale, backend, deterministic)[0]
 
 
 @torch.no_grad()
@@ -63,7 +59,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, *, softmax_
     With ``deterministic``, ``auto`` takes the backend of the deterministic backward, whatever the number of heads.
     """
     scale = _check(q, k, v, selection, softmax_scale, backend)
-    return sparse_attention_forward(q, k, v, *flatten(selection), scale, backend, deterministic)
+    return run_forward(q, k, v, *flatten(selection), scale, backend, deterministic)
 
 
 @torch.no_grad()
@@ -78,7 +74,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """
     scale = _check(q, k, v, selection, softmax_scale, backend)
     check_backward(dout, q, out, lse)
-    return sparse_attention_backward(dout, q, k, v, out, lse, *flatten(selection), scale, backend, deterministic)
+    return run_backward(dout, q, k, v, out, lse, *flatten(selection), scale, backend, deterministic)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, softmax_scale: float | None,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dsv.kernels import eager_attention
 from megatron_dsv.kernels.dense_attention import api as dense
@@ -166,6 +167,31 @@ def test_the_ops_pass_opcheck(twin):
     out, lse = api.forward(q, k, v, selection)
     torch.library.opcheck(op.sparse_attention_forward, tuple(x.clone().requires_grad_() for x in (q, k, v)) + options)
     torch.library.opcheck(op.sparse_attention_backward, (dout, q, k, v, out, lse, *options))
+
+
+def test_plain_calls_leave_the_ops_out_and_whoever_watches_sees_them(monkeypatch):
+    case = AttentionCase(s=20, sk=24, b=1, h=2, heads_kv=1, d=8, q_block=8, kv_block=8)
+    selection, _ = random_selection(case)
+    q, k, v, dout = random_qkv(case, dtype=torch.float32)
+    leaves, seen = [x.requires_grad_() for x in (q, k, v)], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name().removeprefix("megatron_dsv::sparse_attention_"))
+            return func(*args, **(kwargs or {}))
+
+    def results():
+        out = api.sparse_attention(*leaves, selection)
+        plain = api.forward(q, k, v, selection)
+        return (out, *torch.autograd.grad(out, leaves, dout), *plain,
+                *api.backward(dout, q, k, v, *plain, selection))
+
+    with Watch():
+        watched = results()
+    assert [name for name in seen if name in ("forward", "backward")] == ["forward", "forward", "backward", "backward"]
+    for name in ("sparse_attention_forward", "sparse_attention_backward"):
+        monkeypatch.setattr(op, name, pytest.fail)
+    assert all(torch.equal(mine, exact) for mine, exact in zip(results(), watched))
 
 
 def test_compiles_into_one_graph_with_the_same_gradients():
