@@ -50,6 +50,11 @@ def enable() -> None:
     _active.__enter__()
 
 
+def current_device() -> torch.device:
+    """Where this process computes: its GPU, or the CPU on a host without."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
 def defaults() -> dict[str, Any]:
     """Parser defaults (argparse `dest` -> value) that Megatron needs without CUDA; empty where CUDA is available.
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.argument_utils import core_transformer_config_from_args
 from torch.nn import functional
@@ -33,6 +34,11 @@ def build_config(args: argparse.Namespace) -> DiTTransformerConfig:
     config.bias_activation_fusion = False
     config.variable_seq_lengths = len(args.latent_shapes) > 1
     return config
+
+
+def make_process_groups() -> None:
+    """Megatron's process groups of a model that is not split."""
+    parallel_state.initialize_model_parallel()
 
 
 def process_groups(given: Any = None) -> Any:

@@ -18,6 +18,7 @@ from megatron_dsv.context_parallel.plan_commit import PlanStore
 from megatron_dsv.context_parallel.plan_modes import MODES, RANDOM, SEQUENCE, buckets_of, random_plan, uniform_plan
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
+from megatron_dsv.platform import cpu
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def build_cp_runtime(args: argparse.Namespace, dsv: DSVConfig, dit: VideoDiTConf
     if args.context_parallel_size == 1:
         return None
     topo = topology_of(args)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = cpu.current_device()
     manager = CPGroupManager(
         groups.cp, node_ranks=math.gcd(topo.cp, max(1, topo.domain // topo.tp)), backing=dsv.dsv_cp_groups,
         device=device, timeout=timedelta(minutes=args.distributed_timeout_minutes))

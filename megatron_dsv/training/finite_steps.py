@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dsv.platform import cpu
+
 
 class NotFiniteError(RuntimeError):
     """Numbers of a step that cannot be trained on, in one line."""
@@ -106,8 +108,7 @@ def install(watched: FiniteSteps) -> None:
 
 
 def _check_weights(iteration: int, weights: list[Tensor]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    bad = torch.zeros((), dtype=torch.int32, device=device)
+    bad = torch.zeros((), dtype=torch.int32, device=cpu.current_device())
     for weight in weights:
         bad += ~torch.isfinite(torch.linalg.vector_norm(weight.detach(), float("inf"), dtype=torch.float32))
     torch.distributed.all_reduce(bad)

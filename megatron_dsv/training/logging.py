@@ -103,13 +103,12 @@ def _kept_shares(controller: DSVController) -> list[float] | None:
 
 def _numbers(run: TrainingRun, work: _Work, seconds: float) -> dict[str, float]:
     """What a log line adds; every rank takes part, because bins are summed over the data-parallel group."""
-    from megatron.core import parallel_state
-
-    numbers = run.loss_bins.take(parallel_state.get_data_parallel_group(with_context_parallel=True)) \
-        if parallel_state.is_pipeline_last_stage() else {}
     controller = run.controller
     if controller is None:
-        return numbers
+        return {}
+    pipeline = controller.groups.pipeline
+    is_last_stage = pipeline.rank() == pipeline.size() - 1
+    numbers = run.loss_bins.take(controller.groups.data) if is_last_stage else {}
     reports, record = controller.layer_reports, run.recorder.record
     per_gpu = 1e-12 / seconds / torch.distributed.get_world_size()
     record("dsv/tokens_per_second", work.tokens / seconds)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dsv.platform import cpu
+
 
 class LossBins:
     """Running (sum, count) of each bin.
@@ -34,8 +36,8 @@ class LossBins:
 
     def take(self, group: ProcessGroup) -> dict[str, float]:
         """Mean loss of every bin that was hit since the last call, summed over ``group``; every rank must call it."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        running = torch.zeros(self.bins, 2, device=device) if self._running is None else self._running.clone()
+        running = torch.zeros(self.bins, 2, device=cpu.current_device()) if self._running is None else \
+            self._running.clone()
         self._running = None
         torch.distributed.all_reduce(running, group=group)
         return {self.name(number): total / count for number, (total, count) in enumerate(running.tolist()) if count}

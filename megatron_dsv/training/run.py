@@ -17,6 +17,7 @@ from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.metrics import Recorder
 from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
+from megatron_dsv.platform import cpu
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.training.arguments import HostError
 from megatron_dsv.training.cp_planning import CPPlanning
@@ -97,7 +98,7 @@ class TrainingRun:
     @property
     def device(self) -> torch.device:
         """Where batches go."""
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return cpu.current_device()
 
     @property
     def counts_samples(self) -> bool:

@@ -123,15 +123,15 @@ def load_model(args: argparse.Namespace, weights: Path, which: str, device: torc
     Args:
         which: ``ema``, ``raw``, or ``auto`` for the moving average if there is one.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megatron_dsv.training.builders import build_model
+    from megatron_dsv.training.builders import build_model, make_process_groups
     from megatron_dsv.training.checkpoint_files import CheckpointError, verify_checksums
     from megatron_dsv.training.checkpoint_guard import inspect_checkpoint
     from megatron_dsv.training.ema import STATE_PREFIX, has_ema, load_ema_state
 
-    parallel_state.initialize_model_parallel()
+    make_process_groups()
     model_parallel_cuda_manual_seed(args.seed)
     model = build_model(args).to(device)
     if args.bf16 or args.fp16:

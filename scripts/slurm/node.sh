@@ -9,7 +9,10 @@ set -uo pipefail
 flag_file=$1
 shift
 
-# torchrun would kill its workers 30 s after a TERM, which is too short to save; it ignores both, its workers do not.
+# torchrun would kill its workers 30 s after a TERM, which is too short to save. A signal that is ignored here stays so
+# in torchrun and in its workers, until Megatron takes USR1: Slurm sends a preemption's TERM to every process of a step,
+# and no worker may end by it before it has saved. The price: workers do not heed torchrun's own TERM either, so that it
+# takes those 30 s to end the others when one of them has failed.
 (trap '' USR1 TERM; exec "$@") &
 agent=$!
 

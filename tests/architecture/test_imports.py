@@ -60,6 +60,14 @@ def test_optional_packages_are_imported_at_the_top_of_triton_modules_alone():
     assert offenders == []
 
 
+def test_megatrons_global_process_groups_are_read_in_one_file():
+    names = {"parallel_state", "mpu", "use_mpu_process_groups"}
+    readers = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")
+               for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+               if names & {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None)}}
+    assert {path for path in readers if not path.startswith("testing/")} == {"training/builders.py"}
+
+
 def test_the_import_contracts_hold():
     pytest.importorskip("importlinter")
     done = subprocess.run([str(Path(sys.executable).with_name("lint-imports")), "--no-cache"], cwd=PACKAGE.parent,

@@ -85,9 +85,12 @@ def test_the_dry_run_tries_the_launch(tmp_path):
 
 
 WORKER = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 if sys.argv[1] == "agent":
+    os.environ["TORCHELASTIC_RUN_ID"] = "x"
     sys.exit(subprocess.Popen([sys.executable, __file__, "worker"]).wait())
+from megatron_dsv.platform.child_processes import end_with_launcher
+end_with_launcher()
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 open(sys.argv[0] + ".ready", "w").close()
@@ -107,7 +110,8 @@ def test_a_signal_lets_the_workers_save_and_exit_cleanly(tmp_path, sent, to_all)
     script, flag = tmp_path / "worker.py", tmp_path / "flag"
     script.write_text(WORKER)
     node = subprocess.Popen(["bash", str(SLURM / "node.sh"), str(flag), sys.executable, str(script), "agent"],
-                            start_new_session=True, stderr=subprocess.DEVNULL)
+                            start_new_session=True, stderr=subprocess.DEVNULL,
+                            env=os.environ | {"PYTHONPATH": str(SLURM.parents[1])})
     while not Path(f"{script}.ready").exists():
         assert node.poll() is None
         time.sleep(0.02)
