@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         identity = json_sha256(_comparable(settings))
         jobs = (_job(options, path, caption, text_encoder, identity) for path, caption in plan.todo)
         with (options.output / dataset_folder.JOURNAL_FILE).open("ab") as journal:
-            for entry in _run(jobs, options, codec):
+            for entry in _run(jobs, options, codec, settings["codec"]):
                 journal.write(dataset_folder.lines_to_bytes([entry]))
                 journal.flush()
                 entries.append(entry)
@@ -210,13 +210,14 @@ def _job(options: PrepareOptions, path: Path, caption: Caption, text_encoder: Te
                     options.clips_per_video, options.latent_dtype, identity)
 
 
-def _run(jobs: Iterable[VideoJob], options: PrepareOptions, codec: VideoCodec) -> Iterator[dict[str, Any]]:
-    """Journal entries as the videos get finished."""
+def _run(jobs: Iterable[VideoJob], options: PrepareOptions, codec: VideoCodec,
+         described: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Journal entries as the videos get finished; ``described`` is the codec's description."""
     if options.workers == 0:
         for job in jobs:
             yield prepare_video(job, codec)
         return
-    description = json.dumps(codec.describe())
+    description = json.dumps(described)
     pool = ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn"), start_worker)
     running: dict[Future[dict[str, Any]], str] = {}
     try:

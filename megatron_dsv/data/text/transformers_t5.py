@@ -65,10 +65,12 @@ class TransformersTextEncoder:
 
     def describe(self) -> dict[str, Any]:
         """Name, width, longest text and content fingerprint of model and tokenizer, and their folders."""
+        # Reading many gigabytes takes minutes; the tokenizer mostly lies with the weights.
+        fingerprints = {folder: folder_fingerprint(folder) for folder in {self.folder, self.tokenizer_folder}}
         return {"name": self.name, "class": type(self._model).__name__, "dim": self.dim, "max_tokens": self.max_tokens,
-                "folder": str(self.folder), "fingerprint": folder_fingerprint(self.folder),
+                "folder": str(self.folder), "fingerprint": fingerprints[self.folder],
                 "tokenizer_folder": str(self.tokenizer_folder),
-                "tokenizer_fingerprint": folder_fingerprint(self.tokenizer_folder)}
+                "tokenizer_fingerprint": fingerprints[self.tokenizer_folder]}
 
     @classmethod
     def from_description(cls, description: dict[str, Any], folder: str | Path | None = None,

@@ -52,6 +52,16 @@ def small_videos(tmp_path: Path, make_video: Callable[..., Path]) -> Path:
     return folder
 
 
+def test_a_codec_is_described_once(small_videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description reads the whole folder of a VAE."""
+    assert main(flags(small_videos, tmp_path / "set")) == 0
+    describe, described = HaarCodec.describe, []
+    monkeypatch.setattr(HaarCodec, "describe", lambda self: described.append(self) or describe(self))
+    # Everything is there, so that no worker is started.
+    assert main(flags(small_videos, tmp_path / "set", "--workers", "2")) == 0
+    assert len(described) == 1
+
+
 def test_samples_are_the_codec_on_the_right_frames(clip_folder: Path, tmp_path: Path) -> None:
     (clip_folder / "bikes.txt").write_text("two people ride bikes")
     out = tmp_path / "set"

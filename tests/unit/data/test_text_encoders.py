@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_dsv.data.text import (
     TransformersTextEncoder,
     build_text_encoder,
     text_encoder_from_description,
+    transformers_t5,
 )
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "bicycle", "in", "the", "park"]
@@ -65,6 +67,22 @@ def test_pretrained_description_finds_the_files_and_notices_others(model_folder:
         text_encoder_from_description(description)
     with pytest.raises(ValueError, match="--text-tokenizer must be a folder with a tokenizer's files"):
         TransformersTextEncoder(model_folder, tmp_path)
+
+
+def test_a_folder_of_weights_and_tokenizer_is_read_once(model_folder: Path, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def fingerprint(folder: Path) -> str:
+        read.append(folder)
+        return folder.name
+
+    monkeypatch.setattr(transformers_t5, "folder_fingerprint", fingerprint)
+    TransformersTextEncoder(model_folder).describe()
+    assert read == [model_folder]
+    shutil.copytree(model_folder, tmp_path / "tokenizer")
+    description = TransformersTextEncoder(model_folder, tmp_path / "tokenizer").describe()
+    assert (description["fingerprint"], description["tokenizer_fingerprint"]) == (model_folder.name, "tokenizer")
 
 
 @pytest.mark.parametrize(("config", "error", "message"), [
