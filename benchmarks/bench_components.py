@@ -188,7 +188,7 @@ def learning_and_profile(args: argparse.Namespace, q: torch.Tensor,
                                  input_kind="hidden", seed=1, tp_group=None).to(device)
     x = torch.randn(args.tokens, 1, hidden, device=device, dtype=q.dtype)
     angles = torch.rand(args.tokens, args.rank // 2, device=device)
-    source = PredictorInput(x, x, RopeTables(angles, angles, angles.cos(), angles.sin()))
+    source = PredictorInput(x, x, RopeTables(angles, angles, *(angles.cos(), angles.sin()) * 2))
     selector = Selector(dsv, layer_number=1, query_heads=heads, num_kv_heads=args.heads, head_dim=args.head_dim,
                         dtype=q.dtype, statistics=LayerStatistics(args.heads, None))
     common = {"dsv": dsv, "kv_length": torch.tensor([args.tokens], dtype=torch.int32),

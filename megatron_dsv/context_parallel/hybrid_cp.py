@@ -11,6 +11,7 @@ groups of this rank, S = C s tokens of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -110,13 +111,20 @@ class HybridScheme(AttentionScheme):
         return _PlannedAttention.apply(q, k, v, self._head_exchange(plan), attention, self.manager.watch, plan.layer)
 
     @torch.no_grad()
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows ``rows`` (int64 [n], token numbers of the whole sequence) of x [s, ...]: [n, ...] on every rank."""
-        local = rows - self.manager.rank * x.shape[0]
-        mine = (local >= 0) & (local < x.shape[0])
-        found = x.index_select(0, local.clamp(0, x.shape[0] - 1))
-        found = found.masked_fill(~mine.view(-1, *[1] * (x.dim() - 1)), 0)
-        return self.manager.all_reduce(found, "sampled rows")
+    def gather_rows(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Rows ``rows`` (int64 [n], token numbers of the whole sequence) of tensors [s, ...]: [n, ...] on every rank.
+
+        One call for all tensors of one dtype.
+        """
+        if len({x.dtype for x in tensors}) > 1:
+            return [self.gather_rows([x], rows)[0] for x in tensors]
+        s = tensors[0].shape[0]
+        local = rows - self.manager.rank * s
+        mine = (local >= 0) & (local < s)
+        found = torch.cat([x.index_select(0, local.clamp(0, s - 1)).flatten(1) for x in tensors], 1)
+        found = self.manager.all_reduce(found.masked_fill(~mine[:, None], 0), "sampled rows")
+        parts = found.split([x[0].numel() for x in tensors], 1)
+        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(parts, tensors)]
 
     @torch.no_grad()
     def reduce_rows(self, sums: Tensor) -> Tensor:

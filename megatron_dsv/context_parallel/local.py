@@ -5,6 +5,7 @@ Dims: s tokens, b batch, h query heads, G key/value heads, d head dim, r predict
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -43,9 +44,9 @@ class LocalScheme(AttentionScheme):
         return sparse_attention(q, k, v, pending.selection, softmax_scale=softmax_scale,
                                 backend=kernels.sparse_backend, deterministic=kernels.deterministic)
 
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows ``rows`` (int64 [n], global token numbers) of x [s, ...]."""
-        return x.index_select(0, rows)
+    def gather_rows(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Rows ``rows`` (int64 [n], global token numbers) of tensors [s, ...]."""
+        return [x.index_select(0, rows) for x in tensors]
 
     def reduce_rows(self, sums: Tensor) -> Tensor:
         """Statistics of rows whose keys are spread over ranks; one rank holds whole rows, so this is the identity."""

@@ -48,8 +48,11 @@ class AttentionScheme(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pending: Pending, *, softmax_scale: float) -> Tensor:
         """Attention of q [s, b, h, d] over k, v [s, b, G, d] of all ranks; returns [s, b, h, d], differentiable."""
 
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows ``rows`` (int64 [n], token numbers of the whole sequence) of x [s, ...]; on every rank, no gradient."""
+    def gather_rows(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Rows ``rows`` (int64 [n], token numbers of the whole sequence) of tensors [s, ...]: [n, ...] on every rank.
+
+        No gradient. One call for all tensors of one dtype.
+        """
 
     def reduce_rows(self, sums: Tensor) -> Tensor:
         """Sums over the ranks that the keys of a row are spread over."""

@@ -137,10 +137,12 @@ class VideoDiT(MegatronModule):
 
     def _build_positions(self, layout: TokenLayout, device: torch.device) -> tuple[RopeTables | None, Tensor | None]:
         """Rotary tables, or the absolute embedding, of this context-parallel rank's chunk."""
-        positions = _chunk(layout.positions(device), self.cp_group)
+        whole = layout.positions(device)
+        positions = _chunk(whole, self.cp_group)
         if self.dit.dit_position == "sincos":
             return None, sincos_embedding(positions, self.config.hidden_size)
-        return rope_tables(positions, self.config.kv_channels, self.config.dsv.dsv_predictor_rank), None
+        return rope_tables(positions, self.config.kv_channels, self.config.dsv.dsv_predictor_rank,
+                           whole if self.cp_group.size() > 1 else None), None
 
     def _initialise(self) -> None:
         """Layers that Megatron does not initialise, drawn alike on every rank of every layout."""

@@ -38,7 +38,7 @@ class PredictorInput:
 
 def low_rank_queries(predictor: LowRankPredictor, source: PredictorInput,
                      weights: list[Tensor] | None = None) -> Tensor:
-    """Low-rank queries [s, b, h, r], or those of the rows of a ``source`` that ``rows_of`` made."""
+    """Low-rank queries [s, b, h, r], or those of the rows of a ``source`` that ``sampled`` made."""
     return _rotated(predictor.project_queries(source.queries, weights), source.rope)
 
 
@@ -48,13 +48,19 @@ def low_rank_keys(predictor: LowRankPredictor, source: PredictorInput, weights: 
 
 
 @torch.no_grad()
-def rows_of(source: PredictorInput, rows: Tensor, scheme: AttentionScheme) -> PredictorInput:
-    """The queries' side of ``rows`` (int64 [R]), on every rank; its keys are those of ``source``, without rotation."""
+def sampled(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, rows: Tensor,
+            scheme: AttentionScheme) -> tuple[PredictorInput, Tensor]:
+    """``rows`` (int64 [R]) of the predictor's input and of q, on every rank; keys are those of ``source``, unrotated.
+
+    One call: what a predictor with input ``qk`` reads is q.
+    """
+    reads = [q.detach()] if predictor.input_kind == "qk" else [q.detach(), source.queries]
+    found = scheme.gather_rows(reads, rows)
     rope = source.rope
     if rope is not None:
-        rope = rope._replace(predictor_cos=scheme.gather_rows(rope.predictor_cos, rows),
-                             predictor_sin=scheme.gather_rows(rope.predictor_sin, rows))
-    return PredictorInput(scheme.gather_rows(source.queries, rows), source.keys, rope)
+        rope = rope._replace(predictor_cos=rope.row_cos.index_select(0, rows),
+                             predictor_sin=rope.row_sin.index_select(0, rows))
+    return PredictorInput(found[-1], source.keys, rope), found[0]
 
 
 def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Tensor, *, dsv: DSVConfig,
@@ -72,10 +78,11 @@ def learn(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: Ten
     """
     rows = _training_rows(int(kv_length.min()), dsv.dsv_predictor_query_stride, step, dsv.dsv_q_block_size, q.device)
     leaves = [weight.detach().requires_grad_() for weight in predictor.weights()]
+    of_rows, queries = sampled(predictor, source, q, rows, scheme)
     with torch.enable_grad():
-        q_lr = low_rank_queries(predictor, rows_of(source, rows, scheme), leaves)
+        q_lr = low_rank_queries(predictor, of_rows, leaves)
         k_lr = low_rank_keys(predictor, source, leaves)
-        loss = predictor_loss(q_lr, k_lr, scheme.gather_rows(q.detach(), rows), k.detach(),
+        loss = predictor_loss(q_lr, k_lr, queries, k.detach(),
                               kv_length=scheme.own_length(kv_length, len(k)), softmax_scale=softmax_scale, 
                               cosine_weight=dsv.dsv_predictor_cosine_weight,
                               norm_weight=dsv.dsv_predictor_norm_weight, reduce_rows=scheme.reduce_rows)
@@ -99,10 +106,10 @@ def examine(predictor: LowRankPredictor, source: PredictorInput, q: Tensor, k: T
     ratio = q.shape[2] // k.shape[2]
     heads = slice(units.start * ratio, units.stop * ratio)
     rows = _moved(positions.clamp_max(keys.shape[0] - 1), q.device)
-    queries = scheme.gather_rows(q.detach(), rows)[:, :, heads]
-    kept = None
+    of_rows, queries = sampled(predictor, source, q, rows, scheme)
+    queries, kept = queries[:, :, heads], None
     if selector.budgets(1) is not None:
-        q_lr = low_rank_queries(predictor, rows_of(source, rows, scheme))[:, :, heads]
+        q_lr = low_rank_queries(predictor, of_rows)[:, :, heads]
         k_lr, _ = scheme.by_heads(low_rank_keys(predictor, source))
         kept = _kept_blocks(q_lr, k_lr, selector, heads, groups, positions, kv_length) if len(units) else None
     sums = torch.zeros(2, len(FIELDS), q.shape[2], device=q.device,

@@ -18,13 +18,16 @@ class RopeTables(NamedTuple):
 
     ``cos``, ``sin`` [s, d/2] rotate queries and keys; ``predictor_cos``, ``predictor_sin`` [s, r/2] rotate the
     predictor's low-rank queries and keys, because relative position cannot be expressed by a linear map of the
-    hidden state.
+    hidden state. ``row_cos``, ``row_sin`` [S, r/2] are those of the whole sequence, of which s tokens may be this
+    rank's: sampled rows are looked up by their number.
     """
 
     cos: Tensor
     sin: Tensor
     predictor_cos: Tensor
     predictor_sin: Tensor
+    row_cos: Tensor
+    row_sin: Tensor
 
 
 def axis_dims(dim: int) -> tuple[int, int, int]:
@@ -49,9 +52,14 @@ def rotation_table(positions: Tensor, dim: int, theta: float = 10000.0) -> tuple
     return angle.cos().float(), angle.sin().float()
 
 
-def rope_tables(positions: Tensor, head_dim: int, predictor_rank: int) -> RopeTables:
-    """Tables for heads of ``head_dim`` and predictors of ``predictor_rank`` at ``positions`` [s, 3]."""
-    return RopeTables(*rotation_table(positions, head_dim), *rotation_table(positions, predictor_rank))
+def rope_tables(positions: Tensor, head_dim: int, predictor_rank: int, whole: Tensor | None = None) -> RopeTables:
+    """Tables for heads of ``head_dim`` and predictors of ``predictor_rank`` at ``positions`` [s, 3].
+
+    ``whole`` [S, 3] are the positions of the whole sequence; None if ``positions`` are.
+    """
+    predictor = rotation_table(positions, predictor_rank)
+    rows = predictor if whole is None else rotation_table(whole, predictor_rank)
+    return RopeTables(*rotation_table(positions, head_dim), *predictor, *rows)
 
 
 @fused_on_cuda

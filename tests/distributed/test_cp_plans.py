@@ -164,7 +164,13 @@ def sampled(whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
     scheme = scheme_of(prepared(4, node_ranks=2), whole.problem)
     mine = whole.q.chunk(4)[dist.get_rank()]
     rows = torch.tensor([31, 0, 7, 8, 8, 20])
-    return scheme.gather_rows(mine, rows), scheme.reduce_rows(torch.tensor([1.5, float(dist.get_rank())]))
+    manager = scheme.manager
+    manager.log.recording = True
+    one, other = scheme.gather_rows([mine, mine[:, :, :1] * 2], rows)
+    assert torch.equal(other, one[:, :, :1] * 2)
+    assert len(manager.log.calls) == 1
+    assert [x.dtype for x in scheme.gather_rows([mine, mine.float()], rows)] == [mine.dtype, torch.float32]
+    return one, scheme.reduce_rows(torch.tensor([1.5, float(dist.get_rank())]))
 
 
 def test_rows_and_sums_reach_every_rank():

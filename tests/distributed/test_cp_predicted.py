@@ -115,8 +115,9 @@ def loss_of_rank(rows: Tensor, tensors: tuple[Tensor, ...], problem: Problem) ->
     scheme = scheme_of(prepared(4, node_ranks=2), problem)
     q_lr, k_lr, q, k = (share(x, dist.get_rank(), 4) for x in tensors)
     length = torch.tensor([problem.tokens - problem.padding - dist.get_rank() * problem.chunk])
+    q_lr, q = scheme.gather_rows([q_lr, q], rows)
     loss, dq, dk = predictor_loss_and_grads(
-        scheme.gather_rows(q_lr, rows), k_lr, scheme.gather_rows(q, rows), k, softmax_scale=SCALE,
+        q_lr, k_lr, q, k, softmax_scale=SCALE,
         kv_length=length.clamp(0, problem.chunk), reduce_rows=scheme.reduce_rows)
     return loss, scheme.reduce_rows(dq), dk
 

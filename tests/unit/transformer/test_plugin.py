@@ -13,6 +13,7 @@ from megatron_dsv.config import DSVConfig
 from megatron_dsv.sparsity.token_layout import TokenLayout
 from megatron_dsv.testing.model_parallel import initialize, transformer_config
 from megatron_dsv.testing.ranks import run_ranks
+from megatron_dsv.transformer.rope3d import rope_tables
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "plugin.py"
@@ -155,6 +156,25 @@ def _predictor_learns_without_touching_the_backbone():
 
 def test_predictor_learns_without_touching_the_backbone():
     run_ranks(_predictor_learns_without_touching_the_backbone, 1)
+
+
+def _learning_gathers_once(predictor_input):
+    groups = initialize()
+    dsv = DSVConfig(**DSV, dsv_sparse_stage="predictor", dsv_predictor_query_stride=4,
+                    dsv_predictor_input=predictor_input)
+    attention = _block(groups, dsv).layers[0].self_attention
+    scheme, calls = attention.core_attention.scheme, []
+    attention.core_attention.scheme = counting = _Scheme(scheme, scheme.attend)
+    counting.gather_rows = lambda tensors, rows: calls.append(len(tensors)) or scheme.gather_rows(tensors, rows)
+    positions = torch.arange(64)[:, None].expand(64, 3)
+    attention(torch.randn(64, 2, 48), rope=rope_tables(positions, attention.config.kv_channels, 4))
+    assert calls == [2 if predictor_input == "hidden" else 1]
+
+
+@pytest.mark.parametrize("predictor_input", ["hidden", "qk"])
+def test_learning_gathers_rows_in_one_call(predictor_input):
+    """Every call is an all-reduce under context parallelism, for each layer and micro-batch."""
+    run_ranks(_learning_gathers_once, 1, predictor_input)
 
 
 def _padding_is_never_attended(stage):

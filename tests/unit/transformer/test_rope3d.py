@@ -39,7 +39,7 @@ def test_scores_depend_on_relative_position_only():
 
 def test_tables_of_heads_and_predictors_have_their_widths():
     tables = rope_tables(torch.zeros(7, 3, dtype=torch.int64), 64, 16)
-    assert [tuple(table.shape) for table in tables] == [(7, 32), (7, 32), (7, 8), (7, 8)]
+    assert [tuple(table.shape) for table in tables] == [(7, 32)] * 2 + [(7, 8)] * 4
 
 
 def test_sincos_embedding_tells_positions_apart():
@@ -47,3 +47,14 @@ def test_sincos_embedding_tells_positions_apart():
     embedding = sincos_embedding(positions, 48)
     distances = torch.cdist(embedding.double(), embedding.double()) + torch.eye(60)
     assert distances.min() > 1e-3
+
+
+def test_rows_of_the_whole_sequence_are_looked_up_beside_a_chunks_own():
+    whole = torch.tensor([(t, y, x) for t in range(2) for y in range(3) for x in range(4)])
+    tables = rope_tables(whole[8:16], 12, 8, whole)
+    assert torch.equal(tables.row_cos[8:16], tables.predictor_cos)
+    assert torch.equal(tables.row_sin[8:16], tables.predictor_sin)
+    assert torch.equal(tables.row_cos, rotation_table(whole, 8)[0])
+    assert tables.cos.shape == (8, 6)
+    alone = rope_tables(whole, 12, 8)
+    assert alone.row_sin is alone.predictor_sin
