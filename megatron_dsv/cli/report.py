@@ -15,10 +15,15 @@ Series = dict[str, list[tuple[int, float]]]
 """(step, value) by metric name, in the order of steps."""
 
 
+_TWIN = "vs samples"
+"""Megatron writes its own metrics a second time, over consumed samples, under a name that ends so."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder and the kinds of output."""
     parser.add_argument("folder", help="folder given to --tensorboard-dir, or the run's folder that holds it")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only metrics whose name contains this")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only metrics whose name contains this; "
+                        f"those over consumed samples are listed where it contains {_TWIN!r}")
     parser.add_argument("--layers", action="store_true", help="also list the metrics of single layers")
     parser.add_argument("--csv", default=None, metavar="FILE", help="write every point: name, step, value")
     parser.add_argument("--plot", default=None, metavar="FILE", help="plot every listed metric over steps (matplotlib)")
@@ -31,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
             check_output_file(flag, file)
     everything = read(args.folder)
     series = {name: points for name, points in everything.items()
-              if args.match in name and (args.layers or "/layer_" not in name)}
+              if args.match in name and (args.layers or "/layer_" not in name)
+              and (_TWIN in args.match or not name.endswith(_TWIN))}
     if not series:
         layers = "" if args.layers else " (metrics of single layers are listed with --layers)"
         raise ValueError(f"--match must be a part of one of the {len(everything)} metrics in {args.folder}, such as "

@@ -12,7 +12,8 @@ class DataConfig:
     """Latent data set (--latent-*)."""
 
     latent_data: str | None = knob(None, "folder that `dsv prepare` wrote; required for training.")
-    latent_valid_samples: int = knob(16, "samples held out for validation, the same ones in every run.", minimum=0)
+    latent_valid_samples: int = knob(16, "samples held out for validation, the same ones in every run; 0 "
+                                      "holds none out and needs --eval-iters 0.", minimum=0)
 
     def validate(self) -> None:
         """Check every field; ValueError with one line that names the flag, what is allowed and what it got."""

@@ -16,6 +16,7 @@ def run_folder(tmp_path):
             writer.add_scalar("dsv/recall", 0.1 * step, step)
             writer.add_scalar("dsv/layer_003/recall", 0.2, step)
             writer.add_scalar("lm loss", 2.0 / step, step)
+            writer.add_scalar("lm loss vs samples", 2.0 / step, 4 * step)
     return tmp_path / "run"
 
 
@@ -37,6 +38,7 @@ def test_csv_plot_and_layers(run_folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "dsv/recall" in out
     assert "layer_003" not in out
+    assert out.count("lm loss") == 1
     rows = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert len(rows) == 10
     assert {row["name"] for row in rows} == {"dsv/recall", "lm loss"}
@@ -45,13 +47,18 @@ def test_csv_plot_and_layers(run_folder, tmp_path, capsys):
     assert "dsv/layer_003/recall" in capsys.readouterr().out
 
 
+def test_metrics_over_samples_are_listed_when_asked_for(run_folder, capsys):
+    assert main(["report", str(run_folder), "--match", "loss vs samples"]) == 0
+    assert "lm loss vs samples" in capsys.readouterr().out
+
+
 def test_misuse(run_folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 2
     assert "must hold TensorBoard event files" in capsys.readouterr().err
     assert main(["report", str(run_folder), "--match", "nothing"]) == 2
     error = capsys.readouterr().err
-    assert "--match must be a part of one of the 3 metrics in " in error
+    assert "--match must be a part of one of the 4 metrics in " in error
     assert "such as dsv/layer_003/recall, got 'nothing' (metrics of single layers are listed with --layers)" in error
 
 
