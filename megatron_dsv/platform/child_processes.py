@@ -7,19 +7,23 @@ A spawned helper imports this file, so it stays light.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.managers import SyncManager
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_LOOK_SECONDS = 1.0
 
 
 def end_with_parent() -> None:
@@ -101,6 +105,70 @@ def async_save_loop(*args: Any, **kwargs: Any) -> Any:
     loop = PersistentAsyncCaller.async_loop
     # A forked process has this function in its place, a spawned one has Megatron's.
     return getattr(loop, "megatrons", loop)(*args, **kwargs)
+
+
+class SaverEndedError(RuntimeError):
+    """The process that writes a rank's checkpoints is gone, in one line."""
+
+
+def notice_a_dead_saver(caller: Any) -> None:
+    """Lets ``PersistentAsyncCaller`` raise :class:`SaverEndedError` where it would wait for a saver that was killed.
+
+    Args:
+        caller: the class, whose methods are replaced.
+    """
+    start, schedule, is_done, close = (caller._get_process, caller.schedule_async_call,
+                                       caller.is_current_async_call_done, caller.close)
+
+    def check(process: Any) -> None:
+        if process is not None and not process.is_alive():
+            # What is still in the pipe has no reader, for which the rank's end would wait.
+            caller._persistent_queue.cancel_join_thread()
+            raise SaverEndedError(
+                f"the process that writes this rank's checkpoints ended with exit code {process.exitcode} (-9: killed, "
+                "as for want of host memory), so that none can be saved; resume from the last one, with more memory or "
+                "without --async-save")
+
+    def start_watched(rank: int, *args: Any, **kwargs: Any) -> Any:
+        process = start(rank, *args, **kwargs)
+        preloads = caller._persistent_preload_q
+
+        def join() -> None:
+            with preloads._cond:
+                while not preloads._unfinished_tasks._semlock._is_zero():
+                    preloads._cond.wait(_LOOK_SECONDS)
+                    check(process)
+
+        preloads.join = join
+        return process
+
+    @functools.wraps(schedule)
+    def schedule_if_alive(self: Any, request: Any) -> None:
+        check(caller._persistent_process)
+        schedule(self, request)
+
+    @functools.wraps(is_done)
+    def is_done_or_dead(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
+        while self.process is not None and self.cur_item is None:
+            was_alive = self.process.is_alive()
+            with contextlib.suppress(queue.Empty):
+                # A saver that has answered may end; one that had ended before this look has not.
+                self.cur_item = caller._persistent_comp_q.get(block=not was_alive, timeout=_LOOK_SECONDS)
+            if self.cur_item is None:
+                check(None if was_alive else self.process)
+                if not blocking:
+                    break
+                time.sleep(_LOOK_SECONDS / 10)
+        return is_done(self, blocking, no_dist)
+
+    @functools.wraps(close)
+    def close_what_lives(self: Any, abort: bool = False) -> None:
+        close(self, abort or (self.process is not None and not self.process.is_alive()))
+
+    caller._get_process = staticmethod(start_watched)
+    caller.schedule_async_call = schedule_if_alive
+    caller.is_current_async_call_done = is_done_or_dead
+    caller.close = close_what_lives
 
 
 def with_mortal_workers(build: Callable[..., Any]) -> Callable[..., Any]:

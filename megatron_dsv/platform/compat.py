@@ -262,11 +262,11 @@ def _skip_batches_of_any_kind() -> None:
 
 
 def _end_helpers_with_their_rank() -> None:
-    """Let the processes of saves and data loaders end when their rank is killed.
+    """Let the processes of saves and data loaders end when their rank is killed, and a rank when its saver is.
 
     They wait for work in `get_write_results_queue` (strategies/filesystem_async.py), `PersistentAsyncCaller.async_loop`
-    (strategies/async_utils.py) and torch's workers, and outlive a killed rank with its log and its sockets open. Can go
-    when none of them does.
+    (strategies/async_utils.py) and torch's workers, and outlive a killed rank with its log and its sockets open. A rank
+    whose saver was killed waits for it for ever. Can go when none of them does.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
@@ -278,5 +278,10 @@ def _end_helpers_with_their_rank() -> None:
     child_processes.async_save_loop.megatrons = _current(  # type: ignore[attr-defined]
         PersistentAsyncCaller, "async_loop", ("rank", "queue", "preload_q", "comp_q"))
     PersistentAsyncCaller.async_loop = staticmethod(child_processes.async_save_loop)
+    for name, parameters in (("_get_process", ("rank", "mp_mode")), ("schedule_async_call", ("self", "async_req")),
+                             ("is_current_async_call_done", ("self", "blocking", "no_dist")),
+                             ("close", ("self", "abort"))):
+        _current(PersistentAsyncCaller, name, parameters)
+    child_processes.notice_a_dead_saver(PersistentAsyncCaller)
     training.build_pretraining_data_loader = child_processes.with_mortal_workers(
         _current(training, "build_pretraining_data_loader", ("dataset", "consumed_samples")))

@@ -1,6 +1,7 @@
 """What a rank starts ends with it, also when nobody can clean up."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import select
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megatron_dsv.platform import child_processes, cpu
+from megatron_dsv.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the kernel's word for it is Linux's")
 
@@ -151,3 +153,49 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(by_torchrun):
         os.kill(rank, signal.SIGKILL)
     launcher.stdout.close()
     assert bool(ended) is by_torchrun
+
+
+def _saver(when: str) -> list[str]:
+    """What a rank hears whose saver is killed: while it saves, between two saves, or while it takes its tensors."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, PersistentAsyncCaller
+
+    cpu.enable()
+    child_processes._LOOK_SECONDS = 0.1
+    child_processes.notice_a_dead_saver(PersistentAsyncCaller)
+    process = PersistentAsyncCaller._get_process(0, "fork")
+    caller, heard = PersistentAsyncCaller(), []
+
+    def hear(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except child_processes.SaverEndedError as error:
+            heard.append(str(error))
+
+    first = AsyncRequest(time.sleep, (0.01,), [], call_idx=0)
+    caller.schedule_async_call(first)
+    assert caller.is_current_async_call_done(blocking=True)
+    if when == "preload":
+        dies = functools.partial(os._exit, 3)
+        hear(caller.schedule_async_call, AsyncRequest(time.sleep, (60, None), [], preload_fn=dies, call_idx=1))
+    elif when == "idle":
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        hear(caller.schedule_async_call, first)
+    else:
+        caller.schedule_async_call(AsyncRequest(time.sleep, (60,), [], call_idx=1))
+        assert not caller.is_current_async_call_done(no_dist=True)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        hear(caller.is_current_async_call_done)
+        hear(caller.is_current_async_call_done, blocking=True)
+    caller.close()
+    return heard
+
+
+@pytest.mark.parametrize(("when", "status", "times"), [("saving", -9, 2), ("idle", -9, 1), ("preload", 3, 1)])
+def test_a_rank_hears_of_a_dead_saver(when, status, times):
+    cpu.preload()
+    (heard,) = run_ranks(_saver, 1, when, timeout=20)
+    assert len(heard) == times
+    assert all(f"checkpoints ended with exit code {status} " in line and "without --async-save" in line
+               for line in heard)
