@@ -33,7 +33,7 @@ def key_lengths(kv_length: Length, *, batch: int, num_kv_heads: int, num_keys: i
         if kv_length.device.type != "cpu":
             lengths = kv_length.to(device=device, dtype=torch.int32).clamp(0, num_keys)
             return (lengths[:, None] if lengths.dim() == 1 else lengths).expand(shape).contiguous()
-        each = kv_length.reshape(-1).tolist()
+        each = kv_length.flatten().tolist()
     else:
         each = [num_keys if kv_length is None else kv_length] * batch
     _check_range("kv_length", each, num_keys)
@@ -71,7 +71,7 @@ def longest_on_host(kv_length: Length, num_keys: int) -> int:
     if isinstance(kv_length, int):
         return min(kv_length, num_keys)
     if kv_length.device.type == "cpu" and kv_length.numel():
-        return min(int(kv_length.max()), num_keys)
+        return min(max(kv_length.flatten().tolist()), num_keys)
     return num_keys
 
 
