@@ -6,6 +6,7 @@ dim.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -136,7 +137,13 @@ def plan_dkv(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: T
 
 def _kernel_tile_constants(pass_name: str, q: Tensor, selection: KVSelection,
                            hopper: bool) -> tuple[Any, Tile, dict[str, Any]]:
-    q_block, kv_block, head_dim = selection.q_block_size, selection.kv_block_size, q.shape[-1]
+    """Of one pass; the constants are shared by all launches alike, and not to be written."""
+    return _of_kind(pass_name, selection.q_block_size, selection.kv_block_size, q.shape[-1], q.element_size(), hopper)
+
+
+@functools.cache
+def _of_kind(pass_name: str, q_block: int, kv_block: int, head_dim: int, itemsize: int,
+             hopper: bool) -> tuple[Any, Tile, dict[str, Any]]:
     constants = {"Q_BLOCK": q_block, "KV_BLOCK": kv_block, "HEAD_DIM": head_dim,
                  "BLOCK_D": padded_dim(head_dim)}
     tile = pick_hopper_tile(pass_name, q_block_size=q_block, kv_block_size=kv_block,
@@ -145,7 +152,7 @@ def _kernel_tile_constants(pass_name: str, q: Tensor, selection: KVSelection,
         constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         return _hopper_kernel(pass_name), tile, constants
     tile = pick_tile(pass_name, q_block_size=q_block, kv_block_size=kv_block, head_dim=head_dim,
-                     itemsize=q.element_size())
+                     itemsize=itemsize)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     key_major = pass_name == "dkv"
     walked, step = (q_block, tile.block_m) if key_major else (kv_block, tile.block_n)
@@ -175,11 +182,17 @@ def _descriptor(x: Tensor, block_shape: list[int], constants: dict[str, Any]) ->
     """What the tensor memory accelerator needs to know of x, as Triton or as Gluon (Hopper kernels) spells it."""
     if "STAGES" not in constants:
         return TensorDescriptor.from_tensor(x, block_shape)
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    swizzle, bits = (128, 16) if x.element_size() == 2 else (0, 32)
-    return GluonDescriptor.from_tensor(x, block_shape, NVMMASharedLayout(swizzle, bits, rank=len(block_shape)))
+    return GluonDescriptor.from_tensor(x, block_shape, _shared_layout(x.element_size(), len(block_shape)))
+
+
+@functools.cache
+def _shared_layout(itemsize: int, rank: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    swizzle, bits = (128, 16) if itemsize == 2 else (0, 32)
+    return NVMMASharedLayout(swizzle, bits, rank=rank)
 
 
 def _fits_hopper(selection: KVSelection, *tensors: Tensor) -> bool:
