@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
+from megatron_dsv.kernels import launching
 from megatron_dsv.kernels.attention_profile.api import block_mass, smallest_set
-from megatron_dsv.kernels.predictor_loss import api
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
 from megatron_dsv.testing.profiles import profile_query_groups
 
@@ -56,10 +56,10 @@ def test_loss_and_gradients_match_fp64(shape, dtype, key_mean):
 def test_repeats_agree_bitwise_nothing_waits_and_auto_takes_the_kernels(caplog):
     tensors = _inputs(128, 5000, 1, 4, 2, 128, 16)
     length = torch.tensor([4700], dtype=torch.int32, device="cuda")
-    api._log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, logger=api.__name__):
+    launching._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger=launching.__name__):
         first = predictor_loss_and_grads(*tensors, softmax_scale=0.1, kv_length=length)
-    assert [record.args[0] for record in caplog.records] == ["triton"]
+    assert [record.args[1] for record in caplog.records] == ["triton"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         second = predictor_loss_and_grads(*tensors, softmax_scale=0.1, kv_length=length)

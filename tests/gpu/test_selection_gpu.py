@@ -10,7 +10,7 @@ import torch
 from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores
 from megatron_dsv.kernels.block_scores.triton import launch as scores_launch
 from megatron_dsv.kernels.block_selection import reference
-from megatron_dsv.kernels.block_selection.api import MAX_BLOCKS
+from megatron_dsv.kernels.block_selection.triton.launch import MAX_BLOCKS
 from megatron_dsv.sparsity.predictor_loss import predictor_loss_and_grads
 from megatron_dsv.sparsity.selection_rules import RULES, select
 from megatron_dsv.testing.profiles import profile_query_groups

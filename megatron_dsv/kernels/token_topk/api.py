@@ -12,10 +12,10 @@ logits are compared. The scores are fp32, from a product in the inputs' dtype.
 
 Backends: ``reference`` (torch, a full sort), ``triton`` (bf16, fp16, fp32; ranks up to 256; 2,097,120 keys in fp32, and
 in 16 bits twice as many, or four times up to rank 64; CUDA, or TRITON_INTERPRET=1 on the CPU), ``auto`` (triton on CUDA
-where it can serve the request, reference elsewhere; logged once). Neither is differentiable. ``triton`` encloses each row's threshold by a sample and marks in one pass over the
-keys which reach either end; only what lies between is ranked. Rows that the sample misses, as where many scores are
-equal, are enclosed by counting, slower. Memory beyond the lists is about 512 MiB at most, or what one head needs.
-Nothing waits for the device.
+where it can serve the request, reference elsewhere; logged once). Neither is differentiable. ``triton`` encloses each
+row's threshold by a sample and marks in one pass over the keys which reach either end; only what lies between is
+ranked. Rows that the sample misses, as where many scores are equal, are enclosed by counting, slower. Memory beyond the
+lists is about 512 MiB at most, or what one head needs. Nothing waits for the device.
 
 Dims: s query tokens, sk key tokens, b batch, h query heads, G key/value heads (h % G == 0), r predictor rank, P
 proxies per query group, Nq query groups.
