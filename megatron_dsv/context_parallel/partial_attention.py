@@ -40,7 +40,8 @@ class Kernels:
             return sparse.forward(q, k, v, keys, softmax_scale=softmax_scale, backend=self.sparse_backend,
                                   deterministic=self.deterministic)
         parts = [dense.forward(q[:, items], k[:, items], v[:, items], kv_length=keys[items],
-                               softmax_scale=softmax_scale, backend=self.dense_backend)
+                               softmax_scale=softmax_scale, backend=self.dense_backend,
+                               deterministic=self.deterministic)
                  if bool(keys[items].all()) else _nothing(q[:, items]) for items in _batches(keys)]
         if len(parts) == 1:
             return parts[0]

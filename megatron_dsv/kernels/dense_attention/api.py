@@ -65,10 +65,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor 
 
 @torch.no_grad()
 def forward(q: Tensor, k: Tensor, v: Tensor, *, kv_length: int | Tensor | None = None,
-            softmax_scale: float | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``dense_attention``."""
+            softmax_scale: float | None = None, backend: str = "auto",
+            deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    """out [s, b, h, d] and lse [b, h, s], without autograd. Arguments and errors as in ``dense_attention``.
+
+    With ``deterministic``, ``auto`` takes the backend of the deterministic backward.
+    """
     scale = _check(q, k, v, kv_length, softmax_scale)
-    match _resolve(backend, ("forward",), q, kv_length, False):
+    match _resolve(backend, ("forward",), q, kv_length, deterministic):
         case "reference":
             return reference.forward(q, k, v, kv_length, softmax_scale=scale)
         case "sdpa":

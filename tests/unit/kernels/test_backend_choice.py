@@ -55,20 +55,24 @@ def test_dense_flash4_names_its_limits_and_the_way_out(hopper):
 
 def test_dense_auto_repeats_bitwise_where_flash4_can_serve(hopper, monkeypatch):
     """Whatever is fastest: sdpa's plain backward refuses to repeat on CUDA, after a forward that went well."""
+    q, k, v, _ = _inputs()
     taken = []
     for name in ("attention", "forward", "backward"):
-        monkeypatch.setattr(dense_flash4, name, lambda *args, name=name, **options: taken.append((name, options)))
+        monkeypatch.setattr(dense_flash4, name, lambda *args, name=name, **options: taken.append(
+            (name, options.get("deterministic"))) or (q, k, v))
         monkeypatch.setattr(dense.sdpa, name, lambda *args, **options: None)
     monkeypatch.setattr(dense, "_fastest", lambda *args: ("sdpa", "it is the fastest"))
     monkeypatch.setattr(dense, "device_name", lambda device: "toy")
-    q, k, v, _ = _inputs()
     lse = torch.zeros(1, 2, 128)
     dense.dense_attention(q, k, v, deterministic=True)
-    dense.backward(q, q, k, v, q, lse, deterministic=True)
-    assert [(name, options["deterministic"]) for name, options in taken] == [("attention", True), ("backward", True)]
+    repeatable, length = Kernels(deterministic=True), torch.tensor([128], dtype=torch.int32)
+    repeatable.forward(q, k, v, length, 0.1)
+    repeatable.backward(q, q, k, v, q, lse, length, 0.1)
+    assert taken == [("attention", True), ("forward", None), ("backward", True)]
     dense.backward(q, q, k, v, q, lse)
     dense.dense_attention(q, k, v)
-    assert len(taken) == 2
+    dense.forward(q, k, v)
+    assert len(taken) == 3
 
 
 def test_a_deterministic_forward_is_of_the_backwards_backend(monkeypatch):
