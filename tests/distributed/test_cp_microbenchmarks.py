@@ -1,5 +1,8 @@
 """Calibration measured on one rank and on two: constants that all ranks share and that explain their own rows."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -60,6 +63,12 @@ def test_ranks_of_two_nodes_measure_the_network_and_explain_blocks_by_it():
     assert made.cluster.node_link == base.node_link
     assert made.cluster.network != base.network
     assert made.links == {"network"}
+
+
+def test_nodes_of_different_numbers_of_ranks_are_refused():
+    with pytest.raises(ValueError, match="every node of a calibration must run as many ranks, got 6 ranks in nodes of "
+                                         "4"):
+        Microbenchmarks(SIZES, CPU, cluster.load("h200"), SimpleNamespace(size=lambda: 6), node_ranks=4)
 
 
 def test_trial_inputs_project_to_the_selection_asked_for():
