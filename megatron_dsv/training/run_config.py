@@ -30,8 +30,11 @@ _PATHS_OR_NAMES = frozenset({"dsv-cp-cluster"})
 def install(args: argparse.Namespace) -> None:
     """Makes Megatron's ``pretrain()`` write the run's configuration once the model is built and loaded.
 
-    Not before: a launch that is refused leaves the folder that it would resume as it was.
+    Not before: a launch that is refused leaves the folder that it would resume as it was. So does one that only
+    evaluates, which would put its own settings in the place of the run's.
     """
+    if args.skip_train:
+        return
     from megatron.training import training
 
     setup = training.setup_model_and_optimizer

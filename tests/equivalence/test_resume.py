@@ -106,7 +106,9 @@ def test_the_gate_moves_where_the_straight_run_moves_it(straight):
 def test_evaluation_alone_needs_no_length(train, tmp_path):
     flags = "--num-layers 1 --global-batch-size 2 --eval-iters 2 --ema-decay 0.9"
     expected = train(f"{flags} --save {tmp_path} --save-interval 3", steps=3)
-    log = train(f"{flags} --load {tmp_path} --skip-train", steps=None)
+    before = (tmp_path / "config.yaml").read_text()
+    log = train(f"{flags} --load {tmp_path} --save {tmp_path} --save-interval 3 --skip-train", steps=None)
+    assert (tmp_path / "config.yaml").read_text() == before
     assert log.iterations == []
     assert [values for _, values in log.validation] == [values for _, values in expected.validation]
 
