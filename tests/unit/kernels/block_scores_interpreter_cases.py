@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from megatron_dsv.kernels.block_scores.api import block_scores, pool_queries
+from megatron_dsv.kernels.block_scores.api import block_scores, chunked_block_scores, pool_queries
 from megatron_dsv.kernels.block_scores.triton import launch
 
 # (key/value block, proxies, key heads, rank, keys, query groups): whole, single-token, odd, long and short blocks.
@@ -73,6 +73,21 @@ def test_pooled_queries_match_the_reference(tokens, block, proxies, shape):
 def test_spans_of_keys_add_up_and_may_lie_past_the_length(monkeypatch):
     monkeypatch.setattr(launch, "_SPAN_TOKENS", 128)
     _check((32, 1, 2, 8, 290, 3), "mass", torch.float16, torch.tensor([[290, 70], [0, 129]]))
+
+
+def test_chunks_begin_at_whole_tiles_so_that_their_scores_are_the_whole_ones(monkeypatch):
+    """A tile with one large query sums its exponentials another way: its rows are the same ones in every chunk."""
+    proxies, groups = 3, 130
+    q, k = torch.randn(groups * proxies, 1, 1, 8).half(), torch.randn(40, 1, 1, 8).half()
+    q[proxies * 40] *= 2000
+    options = {"kv_block_size": 8, "proxies": proxies, "backend": "triton"}
+    whole = block_scores(q, k, **options)
+    monkeypatch.setattr(launch, "_SCRATCH_BYTES", 50 * proxies * 5 * 4)
+    chunks = list(launch.chunks(q, 40, kv_block_size=8, proxies=proxies))
+    assert len(chunks) > 1
+    assert sum(chunk.groups for chunk in chunks) == groups
+    assert {chunk.first_group * proxies % launch._partial_tile(q).block_m for chunk in chunks} == {0}
+    assert torch.equal(chunked_block_scores(q, k, **options).whole(), whole)
 
 
 def test_strided_inputs_and_a_negative_scale_are_fine():

@@ -59,7 +59,11 @@ class Chunk:
 
 
 def chunks(q_pooled: Tensor, num_keys: int, *, kv_block_size: int, proxies: int) -> Iterator[Chunk]:
-    """All rows in parts whose scratch stays within the bound (one group of one head may exceed it)."""
+    """All rows in parts whose scratch stays within the bound, or exceeds it by less than a tile of one head.
+
+    Parts begin at whole tiles: which rows share a tile, and where a row lies in it, decides how its exponentials are
+    computed, so that a part's scores are those of the whole bit for bit.
+    """
     rows, b, h, _ = q_pooled.shape
     groups, blocks = rows // proxies, -(-num_keys // kv_block_size)
     group_bytes = 4 * proxies * max(1, blocks)
@@ -68,6 +72,9 @@ def chunks(q_pooled: Tensor, num_keys: int, *, kv_block_size: int, proxies: int)
     # Parts of like size: a short last one would leave the device half empty.
     pairs = _even(b * h, pairs)
     step = _even(groups, step)
+    tile = _partial_tile(q_pooled).block_m
+    whole_tiles = tile // math.gcd(tile, proxies)
+    step = -(-step // whole_tiles) * whole_tiles
     for first_pair in range(0, b * h, pairs):
         for first_group in range(0, groups, max(1, step)):
             yield Chunk(first_pair, min(pairs, b * h - first_pair), first_group, min(step, groups - first_group))
