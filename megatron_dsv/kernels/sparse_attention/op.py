@@ -53,7 +53,7 @@ def unflatten(kv_indices: Tensor, row_start: Tensor, row_count: Tensor, kv_lengt
 
 
 def _forward(q, k, v, kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count,
-                             sizes, softmax_scale, backend, deterministic):
+             sizes, softmax_scale, backend, deterministic):
     """out [s, b, h, d] and lse [b, h, s]; ``deterministic`` limits the backends, here as in the backward."""
     selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
     match _resolve(backend, "forward", q, k, v, selection, deterministic):
@@ -82,7 +82,7 @@ def _(q, k, v, kv_indices, row_start, row_count, kv_length, twin_indices, twin_s
 
 
 def _backward(dout, q, k, v, out, lse, kv_indices, row_start, row_count, kv_length, twin_indices,
-                              twin_start, twin_count, sizes, softmax_scale, backend, deterministic):
+              twin_start, twin_count, sizes, softmax_scale, backend, deterministic):
     """dq [s, b, h, d], dk and dv [sk, b, G, d]."""
     selection = unflatten(kv_indices, row_start, row_count, kv_length, twin_indices, twin_start, twin_count, sizes)
     match _resolve(backend, "backward", q, k, v, selection, deterministic):
