@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml setup.py constraints/ci.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 && $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || \
 	  { echo "make: Python 3.12 is required and '$(PYTHON)' is not it: install Python 3.12 or run make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "make: installing into $(VENV); PyTorch and CUDA's libraries are several GB"
+	@echo "make: installing into $(VENV); PyTorch and CUDA's libraries are several GB, which takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev,vae,wandb]' -c constraints/ci.txt
 	@touch $@
 

@@ -43,7 +43,6 @@ def main() -> int:
 
     common = ["--config", "experiments/demo", "--latent-data", str(data)]
     saved = ["--save", str(run), "--load", str(run), "--tensorboard-dir", str(run / "tensorboard")]
-    print(f"  (to watch: tail -f {folder / 'train-dp2.log'})", flush=True)
     first = train(folder, "train-dp2", 2, [*common, *saved, "--train-iters", str(GATE_STEPS)])
     resumed = train(folder, "resume-tp2", 2, [
         *common, *saved, "--train-iters", str(RESUMED_STEPS), "--tensor-model-parallel-size", "2"])
@@ -85,6 +84,7 @@ def step(folder: Path, name: str, command: list[str]) -> str:
 
 def train(folder: Path, name: str, ranks: int, flags: list[str]) -> str:
     """Runs the entry script on ``ranks`` ranks of this host."""
+    print(f"  (about a minute; to watch: tail -f {folder / f'{name}.log'})", flush=True)
     return finish(start(folder, name, ranks, flags, 29530), folder, name)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_dsv.diffusion.timestep_sampling import shift_timestep
 
@@ -32,7 +33,7 @@ def timestep_grid(steps: int, shift: float = 1.0) -> list[float]:
 
 @torch.no_grad()
 def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.0,
-           guidance_scale: float = 1.0) -> Tensor:
+           guidance_scale: float = 1.0, progress: bool = False) -> Tensor:
     """Follow the predicted velocity from noise to data.
 
     Args:
@@ -41,6 +42,7 @@ def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.
         steps: evaluations of the model (twice as many if guided).
         shift: of the timestep grid; the one trained with, or higher for larger frames.
         guidance_scale: v = v_without + scale (v_with - v_without); 1 evaluates only with the caption.
+        progress: a bar of the steps on stderr, if that is a terminal.
 
     Returns:
         latents fp32 [b, ...].
@@ -50,7 +52,7 @@ def sample(model: VelocityModel, noise: Tensor, *, steps: int, shift: float = 1.
     """
     grid = timestep_grid(steps, shift)
     x = noise.float()
-    for now, following in pairwise(grid):
+    for now, following in tqdm(list(pairwise(grid)), desc="sample", unit="step", disable=None if progress else True):
         t = torch.full((x.shape[0],), now, dtype=torch.float32, device=x.device)
         v = model(x, t, True).float()
         if guidance_scale != 1.0:

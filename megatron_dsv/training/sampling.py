@@ -65,7 +65,7 @@ def sample_video(options: argparse.Namespace) -> None:
             noise = sampling_noise(options.seed, 0, shape)[None].to(device)
             video = sample(_velocity(model, *text[:, None]), noise, steps=options.steps,
                            shift=args.flow_shift if options.shift is None else options.shift,
-                           guidance_scale=options.guidance)
+                           guidance_scale=options.guidance, progress=True)
         finally:
             torch.distributed.destroy_process_group()
     write_mp4(Path(options.output), codec.decode(video[0]).cpu(), options.fps)

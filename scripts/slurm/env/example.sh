@@ -8,6 +8,9 @@ export DSV_VENV="${DSV_VENV:-$HOME/megatron-dsv/.venv}"
 export DSV_DATA="${DSV_DATA:-/shared/latents}"
 export DSV_RUNS="${DSV_RUNS:-/shared/runs}"
 
+# What DRY_RUN=1 predicts for: a preset of `dsv plan --cluster` or a YAML file of one's own.
+export DSV_CLUSTER="${DSV_CLUSTER:-h800}"
+
 # The network interface of the rendezvous and of NCCL's bootstrap; RDMA traffic takes the HCAs below.
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-bond0}"
 export GLOO_SOCKET_IFNAME="$NCCL_SOCKET_IFNAME"

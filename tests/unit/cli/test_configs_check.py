@@ -18,7 +18,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, capsys):
     assert main(["configs-check", str(bad)]) == 1
     assert "--tensor-model-parallel-size must divide --num-attention-heads 40, got 16" in capsys.readouterr().err
     assert main(["configs-check", "experiments/wan2.1-14b-480p", "--ranks", "64"]) == 0
-    assert "64 ranks = TP 8 x PP 1 x CP 1 x DP 8" in capsys.readouterr().out
+    assert "64 ranks = TP 1 x PP 2 x CP 4 x DP 8" in capsys.readouterr().out
 
 
 def test_the_number_of_ranks_must_be_known(tmp_path, capsys):
