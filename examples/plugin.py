@@ -21,8 +21,10 @@ groups = ProcessGroupCollection.use_mpu_process_groups()
 
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0,
                            hidden_dropout=0.0, gradient_accumulation_fusion=False)
+# A toy attends to all keys alike, and its sparse kernels would not pay: half of them is forced, and the gate is wide open.
 dsv = DSVConfig(dsv_sparse_stage="auto", dsv_predictor_input="qk", dsv_q_block_size=16, dsv_kv_block_size=16,
-                dsv_predictor_rank=8, dsv_profile_interval=2)
+                dsv_predictor_rank=8, dsv_profile_interval=2, dsv_keep_ratio=0.5, dsv_gate_recall=0.4,
+                dsv_rollback_recall=0.3, dsv_dense_above=1.0)
 block = TransformerBlock(config, get_dsv_layer_spec(dsv), pg_collection=groups).to(device)
 dsv_groups = DSVGroups(data=groups.dp_cp, tensor=groups.tp, pipeline=groups.pp, model=groups.mp)
 controller = DSVController([block], dsv, dsv_groups, config.num_layers, Recorder())
@@ -36,5 +38,5 @@ for step in range(6):
     controller.end_step()  # trains the predictors, and lets layers go sparse
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step}  loss {loss.item():.4f}  {controller.layer_reports[0]}")
+    print(f"step {step}  loss {loss.item():.4f}", *controller.layer_reports, sep="\n  ")
 torch.distributed.destroy_process_group()
