@@ -21,7 +21,7 @@ groups = ProcessGroupCollection.use_mpu_process_groups()
 
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0,
                            hidden_dropout=0.0, gradient_accumulation_fusion=False)
-# A toy attends to all keys alike, and its sparse kernels would not pay: half of them is forced, and the gate is wide open.
+# A toy attends to all keys alike, and would not gain: half of them is forced, and the gate stands wide open.
 dsv = DSVConfig(dsv_sparse_stage="auto", dsv_predictor_input="qk", dsv_q_block_size=16, dsv_kv_block_size=16,
                 dsv_predictor_rank=8, dsv_profile_interval=2, dsv_keep_ratio=0.5, dsv_gate_recall=0.4,
                 dsv_rollback_recall=0.3, dsv_dense_above=1.0)
