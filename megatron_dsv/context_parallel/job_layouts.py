@@ -38,7 +38,8 @@ class Job:
         micro_batch: samples that one pass takes.
         q_block, kv_block: granularity of sparse attention.
         sparse: sparse attention; otherwise dense everywhere.
-        dispatches: whether a block is dense where that is predicted to be faster; otherwise all are sparse.
+        dispatches: whether a block is dense where that is predicted to be faster; otherwise all are sparse, to windows
+            that are found once and not selected in a step.
         predictors: whether layers have predictors, which cost memory and time of their loss in dense attention, too;
             None for those of sparse attention alone.
         predictor_rank, proxies: width of a low-rank query, and how many a query group sends.

@@ -95,6 +95,25 @@ def measured_kernels(cluster: Cluster, q_block: int, kv_block: int) -> MeasuredK
 
 
 @dataclass(frozen=True)
+class WithoutSelection:
+    """``kernels`` of attention to lists that a step finds ready, as those of windows: selecting takes no time."""
+
+    kernels: KernelRates
+
+    def dense(self, q: int, k: int, h: float, d: int) -> tuple[float, float]:
+        """See ``KernelRates``."""
+        return self.kernels.dense(q, k, h, d)
+
+    def sparse(self, q: int, k: int, h: float, d: int, density: float) -> tuple[float, float]:
+        """See ``KernelRates``."""
+        return self.kernels.sparse(q, k, h, d, density)
+
+    def select(self, q: int, k: int, h: float) -> float:
+        """Nothing."""
+        return 0.0
+
+
+@dataclass(frozen=True)
 class FittedKernels:
     """Straight lines in density, fitted at one shape and scaled by q x k x heads x head dim.
 

@@ -15,7 +15,7 @@ from megatron_dsv.context_parallel.cost_model import BYTES, AttentionShape, Bloc
 from megatron_dsv.context_parallel.geometry import Split
 from megatron_dsv.context_parallel.job_layouts import Job, JobLayout, layouts, limit, topology
 from megatron_dsv.context_parallel.job_memory import memory_parts, usable_bytes, words
-from megatron_dsv.context_parallel.kernel_rates import KernelRates
+from megatron_dsv.context_parallel.kernel_rates import KernelRates, WithoutSelection
 from megatron_dsv.context_parallel.pipeline_schedule import pipeline_ns
 from megatron_dsv.context_parallel.plan import BlockPlan
 from megatron_dsv.context_parallel.planner import Candidate, Problem, plan_blocks
@@ -112,6 +112,10 @@ class Simulator:
     allowed: tuple[Split, ...] = ()
     handling: Handling = field(default_factory=Handling)
     _plans: dict[tuple[int, int, int], list[Candidate]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.job.dispatches:
+            self.kernels = WithoutSelection(self.kernels)
 
     def simulate(self, layout: JobLayout) -> Simulation | Refusal:
         """One layout: its step, or the limit that it breaks."""

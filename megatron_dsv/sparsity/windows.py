@@ -64,6 +64,18 @@ def window_selection(layout: TokenLayout, fraction: float, *, q_block_size: int,
     return _of_heads(b, h, G, layout, fraction, q_block_size, kv_block_size, torch.device(device), with_twin)
 
 
+@functools.lru_cache(maxsize=256)
+def kept_share(layout: TokenLayout, fraction: float, *, q_block_size: int, kv_block_size: int) -> float:
+    """Share of the real key blocks that ``window_selection`` keeps, mean over the query groups with a real token.
+
+    Args: as of ``window_selection``, and so are the errors.
+    """
+    # The lists of another device hold the same; counted on the host, none of its work is waited for.
+    counts = window_selection(layout, fraction, q_block_size=q_block_size, kv_block_size=kv_block_size, b=1, h=1, G=1,
+                              device="cpu").row_count
+    return int(counts.sum()) / (-(-layout.num_tokens // q_block_size) * -(-layout.num_tokens // kv_block_size))
+
+
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # kept under inference mode, it could not be saved for a later backward
 def _of_heads(b: int, h: int, G: int, *of_one: Any) -> KVSelection:

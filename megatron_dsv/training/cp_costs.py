@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel.calibration import Calibration, digest
 from megatron_dsv.context_parallel.cost_model import AttentionShape, CostModel
-from megatron_dsv.context_parallel.kernel_rates import measured_kernels
+from megatron_dsv.context_parallel.kernel_rates import WithoutSelection, measured_kernels
 from megatron_dsv.context_parallel.plan import Topology
 from megatron_dsv.context_parallel.planner import Hysteresis, Problem
 from megatron_dsv.context_parallel.replanner import Bucket, Replanner
@@ -71,6 +71,11 @@ def _attention_bytes(cluster: clusters.Cluster) -> int:
     return int(ATTENTION_SHARE * cluster.memory_gib * 2**30)
 
 
+def low_rank_width(dsv: DSVConfig) -> int:
+    """Channels that a token sends before attention: of the predictor; a window sends the shape alone, in one."""
+    return dsv.dsv_predictor_rank if dsv.window_fraction is None else 1
+
+
 def replanner_of(costs: Costs, dsv: DSVConfig, *, topo: Topology, buckets: tuple[Bucket, ...], micro_batch: int,
                  heads: int, groups: int, head_dim: int) -> Replanner:
     """The planner of a run.
@@ -85,7 +90,9 @@ def replanner_of(costs: Costs, dsv: DSVConfig, *, topo: Topology, buckets: tuple
         head_dim: size of a head.
     """
     units = groups // topo.tp
-    problems = tuple((bucket, Problem(costs.model, AttentionShape(
+    model = costs.model if dsv.window_fraction is None else replace(
+        costs.model, kernels=WithoutSelection(costs.model.kernels))
+    problems = tuple((bucket, Problem(model, AttentionShape(
         bucket[1], micro_batch, units, heads // groups, head_dim, dsv.dsv_q_block_size, dsv.dsv_kv_block_size,
-        dsv.dsv_predictor_rank, dsv.dsv_predictor_proxies), topo)) for bucket in buckets)
+        low_rank_width(dsv), dsv.dsv_predictor_proxies), topo)) for bucket in buckets)
     return Replanner(problems, costs.digest, (Hysteresis(),) * len(buckets))

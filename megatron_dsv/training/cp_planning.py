@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,15 +67,16 @@ class CPPlanning:
         groups: process groups.
         log: says what was decided.
         layers, heads, kv_heads: of the whole model.
+        windows: share of the keys that the window baseline keeps in each bucket; None without windows.
     """
 
     def __init__(self, runtime: CPRuntime, replanner: Replanner, attentions: Mapping[int, DSVSelfAttention],
                  dsv: DSVConfig, args: argparse.Namespace, groups: PlanningGroups, log: PlanLog, *, layers: int,
-                 heads: int, kv_heads: int) -> None:
+                 heads: int, kv_heads: int, windows: Sequence[float] | None = None) -> None:
         self.runtime, self.replanner, self.attentions = runtime, replanner, attentions
         self.dsv, self.groups, self.log = dsv, groups, log
         self.layers, self.heads, self.kv_heads = layers, heads, kv_heads
-        self._args = args
+        self._args, self._windows = args, windows
         self.record = PlanningRecord(runtime.store.plan, calibration=replanner.calibration_digest)
         self._fresh = replanner.states[0]
         self._first_profile = True
@@ -219,7 +220,7 @@ class CPPlanning:
         """What is known of all heads, for every bucket."""
         shares = head_shares.gather(
             self.attentions, [high for _, high in self.replanner.buckets], layers=self.layers, heads=self.heads,
-            model_group=self.groups.model, device=self.device)
+            model_group=self.groups.model, device=self.device, windows=self._windows)
         return Profile(tuple(tuple(self._stats(layer, kept) for layer, kept in enumerate(row)) for row in shares.kept),
                        shares.sparse)
 

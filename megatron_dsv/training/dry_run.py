@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> None:
     longest = max(lengths)
     worst: Refusal | None = None
     for tokens, shapes in sorted(lengths.items()):
-        simulator = simulator_of(args, tokens)
+        simulator = simulator_of(args, tokens, job.window_share_of_data(tokens, tokens))
         result = simulator.simulate(layout_of(args))
         print(f"{tokens:,} tokens: {sum(count for _, count in shapes)} samples of "
               + ", ".join("x".join(map(str, shape[1:])) for shape, _ in shapes)
@@ -108,9 +108,12 @@ def layout_of(args: argparse.Namespace) -> JobLayout:
     return JobLayout(tp, pp, cp, args.world_size // (tp * pp * cp))
 
 
-def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
-    """The launch at one sequence length, padding included, on the machines that its flags name."""
-    from megatron_dsv.training.cp_costs import costs_of
+def simulator_of(args: argparse.Namespace, tokens: int, window_share: float | None) -> Simulator:
+    """The launch at one sequence length, padding included, on the machines that its flags name.
+
+    ``window_share`` is what the window baseline keeps of videos of that length; None without windows.
+    """
+    from megatron_dsv.training.cp_costs import costs_of, low_rank_width
     from megatron_dsv.training.flag_relations import layers_per_stage
 
     dsv = from_args(DSVConfig, args)
@@ -119,8 +122,9 @@ def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
     window = dsv.window_fraction is not None
     job = Job(model, tokens, args.global_batch_size, args.micro_batch_size, dsv.dsv_q_block_size,
               dsv.dsv_kv_block_size, sparse=window or (dsv.has_predictor and dsv.dsv_sparse_stage != "predictor"),
-              dispatches=not window, predictors=dsv.has_predictor, predictor_rank=dsv.dsv_predictor_rank,
-              proxies=dsv.dsv_predictor_proxies, predictor_reads_hidden=dsv.dsv_predictor_input == "hidden",
+              dispatches=not window, predictors=dsv.has_predictor,
+              predictor_rank=low_rank_width(dsv), proxies=dsv.dsv_predictor_proxies,
+              predictor_reads_hidden=dsv.dsv_predictor_input == "hidden",
               predictor_stride=dsv.dsv_predictor_query_stride, stages=tuple(layers_per_stage(args)),
               recompute="full" if args.recompute_granularity == "full" else "none", ema=args.ema_decay > 0,
               sharded_optimizer=bool(args.use_distributed_optimizer), max_padding=math.inf)
@@ -136,16 +140,17 @@ def simulator_of(args: argparse.Namespace, tokens: int) -> Simulator:
     except ValueError as error:
         raise ValueError(f"{FLAG} on {costs.model.cluster.name}: {error}; name machines that the ranks fill with "
                          "--dry-run-cluster") from None
-    return Simulator(cluster, costs.model.kernels, job, lambda padded: _stats(dsv, model, args, padded),
+    return Simulator(cluster, costs.model.kernels, job, lambda padded: _stats(dsv, model, args, padded, window_share),
                      _allowed(dsv, args), costs.model.handling)
 
 
-def _stats(dsv: DSVConfig, model: ModelShape, args: argparse.Namespace, tokens: int) -> list[BlockStats]:
+def _stats(dsv: DSVConfig, model: ModelShape, args: argparse.Namespace, tokens: int,
+           window_share: float | None) -> list[BlockStats]:
     """What blocks keep: the forced share, a window's, or what a trained model of the same depth was measured to."""
     sizes = [size for size in range(1, args.context_parallel_size + 1) if args.context_parallel_size % size == 0]
     fixed, pattern = dsv.dsv_keep_ratio, _ASSUMED.pattern
-    if dsv.window_fraction is not None:
-        fixed, pattern = dsv.window_fraction**3, "local"
+    if window_share is not None:
+        fixed, pattern = window_share, "local"
     if fixed is None:
         return _ASSUMED.stats(model.layers, model.heads, model.groups, tokens=tokens, q_block=dsv.dsv_q_block_size,
                               sizes=sizes)

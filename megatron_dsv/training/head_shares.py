@@ -28,7 +28,7 @@ class HeadShares:
 
 
 def gather(attentions: Mapping[int, DSVSelfAttention], lengths: Sequence[int], *, layers: int, heads: int,
-           model_group: ProcessGroup, device: torch.device) -> HeadShares:
+           model_group: ProcessGroup, device: torch.device, windows: Sequence[float] | None = None) -> HeadShares:
     """Joins the layers of all pipeline stages and the heads of all tensor-parallel ranks; every rank must call it.
 
     Args:
@@ -37,12 +37,13 @@ def gather(attentions: Mapping[int, DSVSelfAttention], lengths: Sequence[int], *
         layers, heads: L and H.
         model_group: all ranks of one model (tensor x pipeline).
         device: of the group's backend.
+        windows: what the window baseline keeps at each length; needed where layers attend to windows.
     """
     table = torch.zeros(len(lengths), layers, heads + 1, dtype=torch.float64)
     for number, attention in attentions.items():
         mine = attention.selector.query_heads
-        for row, tokens in zip(table[:, number - 1], lengths):
-            kept, sparse = _of_layer(attention, tokens)
+        for place, (row, tokens) in enumerate(zip(table[:, number - 1], lengths)):
+            kept, sparse = _of_layer(attention, tokens, None if windows is None else windows[place])
             row[mine.start:mine.stop] = torch.tensor(kept, dtype=torch.float64)
             # The first tensor-parallel rank speaks for the layer.
             row[heads] = float(sparse and mine.start == 0)
@@ -53,12 +54,13 @@ def gather(attentions: Mapping[int, DSVSelfAttention], lengths: Sequence[int], *
                       tuple(tuple(bool(row[heads]) for row in length) for length in rows))
 
 
-def _of_layer(attention: DSVSelfAttention, tokens: int) -> tuple[list[float], bool]:
+def _of_layer(attention: DSVSelfAttention, tokens: int, window: float | None) -> tuple[list[float], bool]:
     """([h] kept shares, whether the layer is sparse) for a sequence of so many tokens."""
     selector, dsv = attention.selector, attention.dsv
     heads = len(selector.query_heads)
     if dsv.window_fraction is not None:
-        return [dsv.window_fraction**3] * heads, True
+        assert window is not None
+        return [window] * heads, True
     if attention.statistics is None:
         return [1.0] * heads, False
     blocks = -(-tokens // dsv.dsv_kv_block_size)

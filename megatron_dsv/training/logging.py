@@ -13,7 +13,7 @@ import torch
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.metrics import METRICS, of_layer
 from megatron_dsv.sparsity.schedule import Stage
-from megatron_dsv.training.dsv_controller import DSVController, LayerReport
+from megatron_dsv.training.dsv_controller import LayerReport
 from megatron_dsv.training.flops import forward_flops, peak_tflops
 from megatron_dsv.training.run import TrainingRun
 
@@ -90,14 +90,16 @@ class _Work:
         tokens = controller.num_tokens
         return _Work(self.tokens + samples * tokens,
                      self.dense + 3 * samples * forward_flops(run.args, tokens),
-                     self.useful + 3 * samples * forward_flops(run.args, tokens, _kept_shares(controller)))
+                     self.useful + 3 * samples * forward_flops(run.args, tokens, _kept_shares(run)))
 
 
-def _kept_shares(controller: DSVController) -> list[float] | None:
-    """Share of key blocks that each layer of the model reads; None for all of them."""
-    window = controller.dsv.window_fraction
+def _kept_shares(run: TrainingRun) -> list[float] | None:
+    """Share of key blocks that each layer of the model read in the step just finished; None for all of them."""
+    controller = run.controller
+    assert controller is not None
+    window = None if run.step_layout is None else run.window_share(run.step_layout)
     if window is not None:
-        return [window**3] * controller.num_layers
+        return [window] * controller.num_layers
     return [report.keep_ratio if report.sparse else 1.0 for report in controller.layer_reports] or None
 
 

@@ -31,8 +31,10 @@ def build_planning(run: TrainingRun, controller: DSVController) -> CPPlanning | 
     everyone = run.cp.manager.everyone.communicator
     assert everyone is not None
     groups = PlanningGroups(world, controller.groups.model, controller.groups.data, everyone.pg)
+    shares = [run.window_share_of_data(low, high) for low, high in replanner.buckets]
     return CPPlanning(run.cp, replanner, controller.attentions, run.dsv, args, groups, log, layers=args.num_layers,
-                      heads=heads, kv_heads=kv_heads)
+                      heads=heads, kv_heads=kv_heads,
+                      windows=None if None in shares else [share for share in shares if share is not None])
 
 
 def build_trace(run: TrainingRun, controller: DSVController) -> SparsityTrace | None:

@@ -19,6 +19,7 @@ from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.models.layouts import latent_layout
 from megatron_dsv.platform import cpu
 from megatron_dsv.sparsity.token_layout import TokenLayout
+from megatron_dsv.sparsity.windows import kept_share
 from megatron_dsv.training.arguments import HostError
 from megatron_dsv.training.cp_planning import CPPlanning
 from megatron_dsv.training.cp_runtime import CPRuntime, redraw_plan
@@ -76,6 +77,7 @@ class TrainingRun:
         loss_bins: loss by timestep since the last log line.
         finite_steps: ends the run at a loss or a gradient that is not finite.
         recorder: DSV's numbers since the last log line.
+        step_layout: token layout of the last training micro-batch; None before the first.
     """
 
     args: argparse.Namespace
@@ -87,6 +89,7 @@ class TrainingRun:
     loss_bins: LossBins = field(init=False)
     finite_steps: FiniteSteps = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
+    step_layout: TokenLayout | None = None
 
     def __post_init__(self) -> None:
         self.loss_bins = LossBins(self.args.flow_loss_bins)
@@ -115,7 +118,7 @@ class TrainingRun:
         """To be called before each training micro-batch's forward, with its latent video's (T, Y, X)."""
         if self.controller is None:
             return
-        layout = self.layout(latent_shape)
+        layout = self.step_layout = self.layout(latent_shape)
         self.controller.begin_micro_batch(self.args.curr_iteration, layout.num_tokens)
         if self.planning is not None:
             self.planning.begin_micro_batch(profiles=self.controller.profiles_now, tokens=layout.padded_length)
@@ -137,6 +140,23 @@ class TrainingRun:
     def num_tokens(self, latent_shape: tuple[int, int, int]) -> int:
         """Real tokens of a latent video (T, Y, X)."""
         return self.layout(latent_shape).num_tokens
+
+    def window_share(self, layout: TokenLayout) -> float | None:
+        """Share of key blocks that the window baseline keeps in a video of this layout; None without windows."""
+        fraction = self.dsv.window_fraction
+        if fraction is None:
+            return None
+        return kept_share(layout, fraction, q_block_size=self.dsv.dsv_q_block_size,
+                          kv_block_size=self.dsv.dsv_kv_block_size)
+
+    def window_share_of_data(self, low: int, high: int) -> float | None:
+        """Mean of ``window_share`` over the data set's samples of ``low`` to ``high`` slots; None without windows."""
+        if self.dsv.window_fraction is None:
+            return None
+        layouts = [(self.layout(shape[1:]), len(records)) for shape, records in self.latents.buckets.items()]
+        shares = [(self.window_share(layout), count) for layout, count in layouts
+                  if low <= layout.padded_length <= high]
+        return sum(share * count for share, count in shares if share) / sum(count for _, count in shares)
 
     def check_data(self) -> None:
         """Checks the data set against the model and the layout, and its files on the first rank of each host.

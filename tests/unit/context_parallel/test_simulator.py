@@ -296,8 +296,11 @@ class TestStagesAndPredictors:
         full = [BlockStats((1.0,) * 12)] * 30
         for dispatches in (True, False):
             job = Job(model("wan2.1-1.3b"), 32768, 4, dispatches=dispatches, predictors=False)
-            result = Simulator(self.CLUSTER, KERNELS, job, lambda tokens: full).simulate(self.LAYOUT)
+            simulator = Simulator(self.CLUSTER, KERNELS, job, lambda tokens: full)
+            result = simulator.simulate(self.LAYOUT)
             assert {block.sparse for block in result.blocks} == {not dispatches}
+            # Without an exchange of keys, nothing is left of a selection.
+            assert simulator.simulate(JobLayout(2, 2, 1, 2)).times.selection == 0
             assert result.memory["predictors"] == 0
 
     @pytest.mark.parametrize(("q", "kv", "tp", "cp"), [(64, 64, 1, 1), (64, 128, 1, 2), (16, 1, 4, 2), (64, 96, 8, 4)])

@@ -11,7 +11,7 @@ import torch
 from megatron_dsv.config import WINDOWS, DSVConfig
 from megatron_dsv.kernels.selection import DENSE_ROW
 from megatron_dsv.sparsity.token_layout import TokenLayout
-from megatron_dsv.sparsity.windows import window_selection, window_size
+from megatron_dsv.sparsity.windows import kept_share, window_selection, window_size
 from megatron_dsv.transformer.selector import Selector
 
 
@@ -124,6 +124,15 @@ def test_token_windows_keep_the_papers_share():
                                      device="cpu")
         kept = selection.row_count[selection.row_count > 0].float() / layout.num_tokens
         assert torch.allclose(kept, torch.full_like(kept, share))
+
+
+@pytest.mark.parametrize(("qb", "kvb"), [(8, 8), (8, 1), (16, 4), (4, 64)])
+def test_the_kept_share_counts_what_real_groups_read(qb, kvb):
+    layout = TokenLayout((4, 6, 5), (2, 2, 2), 64)
+    rows, _ = oracle(layout, 1 / 3, qb, kvb)
+    shares = [Fraction(len(row), -(-layout.num_tokens // kvb)) for row in rows[:-(-layout.num_tokens // qb)]]
+    share = kept_share(layout, 1 / 3, q_block_size=qb, kv_block_size=kvb)
+    assert share == pytest.approx(float(sum(shares) / len(shares)))
 
 
 def test_window_size_rounds_half_up_and_never_vanishes():

@@ -11,7 +11,8 @@ from megatron_dsv.context_parallel import cluster as clusters
 from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.cost_model import Handling
 from megatron_dsv.context_parallel.kernel_rates import CalibratedKernels, Line
-from megatron_dsv.training.cp_costs import costs_of
+from megatron_dsv.context_parallel.plan import Topology
+from megatron_dsv.training.cp_costs import costs_of, replanner_of
 from megatron_dsv.training.flag_relations import _check_planning
 
 
@@ -52,6 +53,20 @@ def test_what_cannot_be_read_names_the_flag(tmp_path):
              "measured with query groups of 64, key blocks of 64 and heads of 128, the job has 32, 64 and 128")):
         with pytest.raises(ValueError, match=re.escape(message)):
             costs_of(DSVConfig(**flags), device=None, head_dim=128)
+
+
+def test_windows_are_planned_without_the_time_of_a_selection():
+    def problem(**flags):
+        dsv = DSVConfig(**flags)
+        return replanner_of(costs_of(dsv, device=None, head_dim=64), dsv, topo=Topology(2), buckets=((1, 1024),),
+                            micro_batch=1, heads=4, groups=4, head_dim=64).problems[0][1]
+
+    predicted, windows = problem(), problem(dsv_attention="window-1/3", dsv_sparse_stage="dense")
+    assert predicted.model.kernels.select(1024, 1024, 2) > windows.model.kernels.select(1024, 1024, 2) == 0
+    for time, *more in (("dense",), ("sparse", 0.1)):
+        assert getattr(windows.model.kernels, time)(1024, 1024, 2, 64, *more) == \
+            getattr(predicted.model.kernels, time)(1024, 1024, 2, 64, *more)
+    assert (predicted.shape.predictor_rank, windows.shape.predictor_rank) == (16, 1)
 
 
 def test_planning_flags_need_planning():

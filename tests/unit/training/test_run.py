@@ -36,6 +36,17 @@ def test_long_query_groups_are_worth_a_line(data, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_windows_are_counted_as_the_data_set_has_them(data):
+    assert run_of(data, "--dsv-q-block-size", "8").window_share_of_data(1, 128) is None
+    windows = ("--dsv-attention", "window-1/3", "--dsv-sparse-stage", "dense", "--dsv-q-block-size", "8",
+               "--dsv-kv-block-size", "1")
+    run = run_of(data, *windows)
+    # 1 x 1 x 2 of 72 tokens in three samples of 72 slots, 1 x 1 x 1 of 6 in one of 8.
+    assert run.window_share_of_data(9, 72) == pytest.approx(2 / 72)
+    assert run.window_share_of_data(8, 8) == pytest.approx(1 / 6)
+    assert run.window_share_of_data(8, 72) == pytest.approx((3 * 2 / 72 + 1 / 6) / 4)
+
+
 def test_query_groups_far_above_the_videos_are_refused(data):
     run_of(data, "--dsv-q-block-size", "512").check_data()
     with pytest.raises(ValueError, match="--dsv-q-block-size must be at most 8 times the 72 tokens of the longest "

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel.plan import Topology, even_plan
 from megatron_dsv.context_parallel.plan_commit import Decision
 from megatron_dsv.metrics import Recorder
@@ -35,6 +36,15 @@ def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, capsys, monkeyp
     trace.add(2, 64, {})
     assert capsys.readouterr().out == (f" {tmp_path}/run/{sparsity_trace.FILE} cannot be written: File exists; the run "
                                        "goes on without its lines\n")
+
+
+def test_plans_of_windows_start_from_what_they_keep(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **more: None)
+    layer = SimpleNamespace(dsv=DSVConfig(dsv_attention="window-1/3", dsv_sparse_stage="dense"),
+                            selector=SimpleNamespace(query_heads=range(2)))
+    shares = head_shares.gather({1: layer}, [64, 128], layers=1, heads=2, model_group=None,
+                                device=torch.device("cpu"), windows=[0.5, 0.25])
+    assert shares == head_shares.HeadShares((((0.5, 0.5),), ((0.25, 0.25),)), ((True,), (True,)))
 
 
 def test_a_refused_plan_is_named_by_its_own_version(tmp_path, capsys):
