@@ -9,10 +9,17 @@ from megatron_dsv.config import PLANNING
 from megatron_dsv.config_fields import flag_of
 
 _END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_NOT_ON_A_SKIPPED_STEP = {
+    # argument: what is due on its multiples
+    "save_interval": "a checkpoint",
+    "non_persistent_save_interval": "a checkpoint",
+    "exit_interval": "the end of the launch",
+}
 
 
 def check_relations(args: argparse.Namespace) -> None:
-    """Check pipeline stages, recomputation, precision, the learning-rate schedule, evaluation and logging.
+    """Check pipeline stages, recomputation, precision, the learning-rate schedule, skipped steps, evaluation and
+    logging.
 
     Raises:
         ValueError: one line with the flag, what is allowed, what it got and the way out.
@@ -22,6 +29,7 @@ def check_relations(args: argparse.Namespace) -> None:
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16 exclude each other, got both; drop one of them")
     _check_schedule(args)
+    _check_skipped_steps(args)
     _check_evaluation(args)
     _check_logging(args)
     _check_planning(args)
@@ -106,6 +114,17 @@ def _check_schedule(args: argparse.Namespace) -> None:
     if args.weight_decay_incr_style != "constant" and (start is None or end is None or end < start):
         raise ValueError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and a "
                          f"--end-weight-decay that is not below it, got {start} and {end}")
+
+
+def _check_skipped_steps(args: argparse.Namespace) -> None:
+    """Megatron leaves a skipped step before it saves or exits, and a run's last save is left to the interval."""
+    for name, due in _NOT_ON_A_SKIPPED_STEP.items():
+        interval = getattr(args, name)
+        lost = [step for step in args.iterations_to_skip if interval and step % interval == 0]
+        if lost and (args.save is not None or name == "exit_interval"):
+            raise ValueError(f"--iterations-to-skip must name no multiple of {flag_of(name)} {interval}, as {due} due "
+                             f"on a skipped step is left out, got {lost[0]}; set {flag_of(name)} to a number that "
+                             f"does not divide {lost[0]}")
 
 
 def _check_evaluation(args: argparse.Namespace) -> None:

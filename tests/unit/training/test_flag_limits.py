@@ -120,6 +120,15 @@ def test_layers_of_each_stage(layers, pp, first, last, stages):
     ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, "--lr-warmup-fraction must be left out beside"),
     ({"lr_warmup_init": 1.0}, "--lr-warmup-init must be at most --lr 0.0001, got 1.0"),
     ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters of at most --train-iters 10"),
+    ({"iterations_to_skip": [3, 8], "save": "runs/x", "save_interval": 4},
+     "--iterations-to-skip must name no multiple of --save-interval 4, as a checkpoint due on a skipped step is left "
+     "out, got 8; set --save-interval to a number that does not divide 8"),
+    ({"iterations_to_skip": [10], "save": "runs/x", "save_interval": 10},
+     "--iterations-to-skip must name no multiple of --save-interval 10"),
+    ({"iterations_to_skip": [6], "save": "runs/x", "save_interval": 4, "non_persistent_save_interval": 2},
+     "--iterations-to-skip must name no multiple of --non-persistent-save-interval 2"),
+    ({"iterations_to_skip": [6], "exit_interval": 6},
+     "--iterations-to-skip must name no multiple of --exit-interval 6, as the end of the launch due on a skipped step"),
     ({"start_weight_decay": 0.1}, "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
     ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
      "--weight-decay-incr-style linear needs --start-weight-decay and a --end-weight-decay that is not below it"),
@@ -147,6 +156,13 @@ def test_layers_of_each_stage(layers, pp, first, last, stages):
 ])
 def test_combinations(refused, changes, words):
     assert words in refused(**changes)
+
+
+def test_steps_between_checkpoints_may_be_skipped(parsed):
+    """So may the last one, which the run saves at its end."""
+    for changes in ({"save": "runs/x", "save_interval": 4, "exit_interval": 8}, {"save_interval": 5}):
+        validation.validate(argparse.Namespace(**vars(parsed) | {"iterations_to_skip": [5, 10]} | changes),
+                            check_files=False)
 
 
 def test_wandb_must_be_installed(refused, monkeypatch):
