@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help="moving average of the "
                         "weights, or the last ones; auto takes the average if the checkpoint has one.")
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense", help="sparse attends to predicted "
-                        "keys within each layer's measured budget.")
+                        "keys within each layer's measured budget; a run of windows (--dsv-attention) keeps them with "
+                        "dense, and refuses sparse.")
     parser.add_argument("--keep-ratio", type=float, default=None, help="with --attention sparse: force this share.")
     parser.add_argument("--latent-data", default=None, metavar="DIR", help="prepared data set that says how to encode "
                         "text and decode latents; unset is the run's.")

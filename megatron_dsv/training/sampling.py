@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_dsv.config import PLANNING
+from megatron_dsv.config import PLANNING, WINDOWS
 from megatron_dsv.config_fields import from_args
 from megatron_dsv.platform import compat, cpu
 
@@ -96,7 +96,11 @@ def checkpoint_folders(given: Path) -> tuple[Path, Path]:
 
 
 def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespace:
-    """The run's own arguments, for one device, with the attention that was asked for."""
+    """The run's own arguments, for one device, with the attention that was asked for.
+
+    Raises:
+        ValueError: what the run's settings do not allow, in one line.
+    """
     from megatron_dsv.training.arguments import dry_parse
 
     config = ["--config", str(folder / "config.yaml")]
@@ -105,6 +109,9 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
         # Under auto the gate has decided layer by layer, and a layer that did not pass stays dense here too;
         # a forced share overrules it.
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+        if settings.get("dsv-attention") in WINDOWS:
+            raise ValueError("--attention sparse needs a run with predictors, got --dsv-attention "
+                             f"{settings['dsv-attention']}: the run attends to windows; --attention dense keeps them")
         gated = settings.get("dsv-sparse-stage") == "auto" and options.keep_ratio is None
         stage = "auto" if gated else "sparse"
     argv = [*config, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",

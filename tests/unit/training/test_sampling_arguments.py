@@ -38,3 +38,19 @@ def test_a_sample_needs_nothing_of_what_only_several_ranks_may_set(tmp_path):
     args = run_arguments(tmp_path, argparse.Namespace(attention="dense", keep_ratio=None, latent_data=None))
     assert (args.context_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
     assert (args.dsv_cp_cluster, args.dsv_cp_replan_interval, args.decoder_first_pipeline_num_layers) == (None,) * 3
+
+
+@pytest.mark.parametrize("keep_ratio", [None, 0.5])
+def test_a_run_of_windows_keeps_them_and_predicts_nothing(tmp_path, keep_ratio):
+    import yaml
+
+    from megatron_dsv.training.sampling import run_arguments
+
+    data = write_latents(tmp_path / "data", [(1, 4, 4)])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(
+        RUN | {"latent-data": str(data), "dsv-sparse-stage": "dense", "dsv-attention": "window-1/3"}))
+    with pytest.raises(ValueError, match="--attention sparse needs a run with predictors, got --dsv-attention "
+                                         "window-1/3: the run attends to windows; --attention dense keeps them"):
+        run_arguments(tmp_path, argparse.Namespace(attention="sparse", keep_ratio=keep_ratio, latent_data=None))
+    args = run_arguments(tmp_path, argparse.Namespace(attention="dense", keep_ratio=None, latent_data=None))
+    assert (args.dsv_attention, args.dsv_sparse_stage) == ("window-1/3", "dense")
