@@ -35,7 +35,7 @@ def apply() -> None:
     _install_fused_adam()
     _keep_padding_between_buckets()
     _let_current_length_win()
-    _name_the_flag_of_another_schedule()
+    _go_on_with_the_schedule()
     _report_validation_without_ppl()
     _skip_batches_of_any_kind()
     _end_helpers_with_their_rank()
@@ -199,31 +199,53 @@ def _let_current_length_win() -> None:
     OptimizerParamScheduler.load_state_dict = load
 
 
-def _name_the_flag_of_another_schedule() -> None:
-    """Refuse a resume with another learning rate or decay before anything is loaded, in words.
+def _go_on_with_the_schedule() -> None:
+    """Resume the schedule with any batch size; refuse another learning rate or decay in words, before it is loaded.
 
-    `load_checkpoint` (training/checkpointing.py) stops in the optimizer, at "Could not find parameter group with key
-    (None, 0.02, ...)" or a KeyError of that tuple, or in the scheduler, at an assertion. Can go when they name flags.
+    `load_checkpoint` (training/checkpointing.py) takes the schedule's counts, in samples of the batch size at the save,
+    for samples of the current one, and stops in the optimizer, at "Could not find parameter group with key
+    (None, 0.02, ...)", or in the scheduler, at an assertion. `update_train_iters` (training/training.py) divides
+    `--train-samples` by the current batch size, whatever iteration the checkpoint holds. Can go when a resume with
+    twice the batch keeps its learning rate, ends when its samples are consumed, and such errors name flags.
     """
     from megatron.training import checkpointing, get_args, training
+    from megatron.training.utils import print_rank_0
 
     load_checkpoint = _current(training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
     load_common = _current(checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0"))
+    _current(training, "get_optimizer_param_scheduler", ("optimizer",))
+    _current(training, "update_train_iters", ("args",))
 
-    @functools.wraps(load_checkpoint)
-    def checked_load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any) -> Any:
+    def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any) -> Any:
         args = get_args()
+        saved = None
         resumes = args.load is not None and not (args.finetune or args.no_load_optim)
         if resumes and opt_param_scheduler is not None and args.ckpt_format == "torch_dist":
             common = load_common(args.load, args, rank0=True)[0] or {}
-            if "opt_param_scheduler" in common:
-                one_side_wins = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-                resume_schedule.check(
-                    opt_param_scheduler.state_dict(), common["opt_param_scheduler"], one_side_wins=one_side_wins
-                )
-        return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+            saved = resume_schedule.continued(args, opt_param_scheduler.state_dict(), common)
+        if saved is None:
+            return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        if saved != common["opt_param_scheduler"]:
+            print_rank_0(f"> the schedule goes on at the same share of its iterations: --global-batch-size "
+                         f"{common['args'].global_batch_size} -> {args.global_batch_size}")
+        load_schedule = opt_param_scheduler.load_state_dict
+        opt_param_scheduler.load_state_dict = lambda stored: load_schedule(saved)
+        try:
+            return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        finally:
+            del opt_param_scheduler.load_state_dict
 
-    training.load_checkpoint = checked_load
+    @functools.wraps(load_checkpoint)
+    def load_and_count(*positional: Any, **named: Any) -> Any:
+        loaded = load(*positional, **named)
+        args = get_args()
+        if args.train_samples is not None and not args.skip_train:
+            args.train_iters = resume_schedule.last_iteration(args, loaded[0])
+            if loaded[0]:
+                print_rank_0(f"> --train-samples {args.train_samples} are consumed at iteration {args.train_iters}")
+        return loaded
+
+    training.load_checkpoint = load_and_count
 
 
 def _report_validation_without_ppl() -> None:
