@@ -88,6 +88,9 @@ def dry_parse(argv: Sequence[str], world_size: int | None, *, check_files: bool 
     import megatron.training.arguments as megatron_arguments
 
     def take_ranks(expansion: Expansion) -> None:
+        if "--dry-run-gpus" in expansion.origins:
+            raise ValueError("--dry-run-gpus must stand on the command line, got it from "
+                             f"{expansion.origins['--dry-run-gpus']}; add the flag, or use the key `gpus`")
         ranks = world_size or expansion.gpus
         if ranks is None:
             raise ValueError("a `gpus` key is required: the number of ranks that the file is for, got none")

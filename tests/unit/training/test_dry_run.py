@@ -142,6 +142,12 @@ def test_without_a_number_the_configuration_file_says_it(data, tmp_path, capsys)
     mine.write_text("gpus: 4\n")
     dry_run.run(flags(data, "--config", str(mine)))
     assert "4 ranks = TP 1 x PP 1 x CP 1 x DP 4" in capsys.readouterr().out
+    mine.write_text("gpus: 4\ndry-run-gpus: 8\n")
+    with pytest.raises(ValueError, match=r"--dry-run-gpus must stand on the command line, got it from .*mine\.yaml; "
+                                         "add the flag, or use the key `gpus`"):
+        dry_run.run(flags(data, "--config", str(mine)))
+    dry_run.run(flags(data, "--config", str(mine), "--dry-run-gpus", "2"))
+    assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in capsys.readouterr().out
 
 
 def test_a_cluster_that_is_none_names_the_flag_that_asked_for_it(data):
