@@ -97,6 +97,18 @@ class SampleOrderError(ValueError):
     """A resume that would tear a group of samples of one shape, in one line."""
 
 
+def check_order(args: argparse.Namespace, shapes: int, consumed: int) -> None:
+    """Whether a run may go on after ``consumed`` samples of a training set of so many shapes.
+
+    Raises:
+        SampleOrderError: a group of samples of one shape would be torn.
+    """
+    if shapes > 1 and not args.skip_train and consumed % args.global_batch_size:
+        raise SampleOrderError(
+            f"--global-batch-size must divide the {consumed} samples consumed so far, got "
+            f"{args.global_batch_size}: with several shapes, the samples of a global batch share one")
+
+
 class DatasetProvider:
     """Megatron's data set provider.
 
@@ -117,10 +129,7 @@ class DatasetProvider:
         """Training and validation sets for (train, valid, test) sample numbers; there is no test set."""
         args = self._args
         train, valid = split_buckets(self._latents.buckets, self._latents.checksums, args.latent_valid_samples)
-        if len(train) > 1 and not args.skip_train and args.consumed_train_samples % args.global_batch_size:
-            raise SampleOrderError(
-                f"--global-batch-size must divide the {args.consumed_train_samples} samples consumed so far, got "
-                f"{args.global_batch_size}: with several shapes, the samples of a global batch share one")
+        check_order(args, len(train), args.consumed_train_samples)
         # Megatron's sampler refuses a start at or beyond the end, also where a finished run is launched once more.
         samples = args.consumed_train_samples + num_samples[0] + args.global_batch_size
         training = DiffusionDataset(self._latents, train, length=samples, seed=args.seed,

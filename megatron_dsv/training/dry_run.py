@@ -1,7 +1,8 @@
 """``--dry-run``: everything that a launch would refuse, and what it would cost, without ranks and without a GPU.
 
-Flags, folders, data set and checkpoint are looked at as a launch looks at them; memory, time and plans come from the
-simulator, for every sequence length of the data set.
+Flags, folders, data set and checkpoint, with its schedule and its place in the data, are looked at as a launch looks at
+them; memory, time and plans come from the simulator, for every sequence length of the data set. What needs the model is
+left to the launch: shapes, checksums and predictors of the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(argv: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         job = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
     job.check_data()
-    checkpoint_guard.check_before_build(args)
+    _check_resume(args, job, checkpoint_guard.check_before_build(args))
     print(f"{args.world_size} ranks = {layout_of(args)}, global batch {args.global_batch_size}, stage "
           f"{args.dsv_sparse_stage}")
     print(_checkpoint_line(args))
@@ -186,11 +187,29 @@ def bucket_report(result: Simulation, simulator: Simulator, *, blocks: bool) -> 
     return "\n".join(lines)
 
 
+def _check_resume(args: argparse.Namespace, job: Any, saved: argparse.Namespace | None) -> None:
+    """What a launch refuses of a resumed run's schedule and place in the data, once its model is built."""
+    from megatron_dsv.data.holdout import split_buckets
+    from megatron_dsv.platform import resume_schedule
+    from megatron_dsv.training.checkpoint_files import common_state
+    from megatron_dsv.training.checkpoint_guard import checkpoint_folder
+    from megatron_dsv.training.datasets import check_order
+
+    folder = None if saved is None else checkpoint_folder(args.load, args.ckpt_step)
+    if saved is None or folder is None:
+        return
+    if not args.no_load_optim:
+        resume_schedule.continued(args, resume_schedule.of_flags(args), common_state(folder))
+    train, _ = split_buckets(job.latents.buckets, job.latents.checksums, args.latent_valid_samples)
+    check_order(args, len(train), getattr(saved, "consumed_train_samples", 0))
+
+
 def _checkpoint_line(args: argparse.Namespace) -> str:
     from megatron_dsv.training.checkpoint_guard import checkpoint_folder
 
     for flag, root in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
         folder = checkpoint_folder(root, args.ckpt_step if flag == "--load" else None)
         if folder is not None:
-            return f"checkpoint: {folder} of {flag}, of this model"
+            return (f"checkpoint: {folder} of {flag}, of this model (left to the launch: shapes, checksums and "
+                    "predictors of its tensors)")
     return "checkpoint: none, the run starts from scratch"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_dsv.testing.checkpoints import contents
+from megatron_dsv.testing.ranks import RankError
 from megatron_dsv.training.main import main
 
 SMALL = "--num-layers 2 --global-batch-size 2 --eval-iters 0 --dsv-kv-block-size 4"
@@ -130,6 +131,37 @@ def test_other_batches_per_rank_keep_the_order_of_samples(train, straight):
         assert drawn(log) == drawn(expected)[6:]
         assert log.loss("loss") == pytest.approx(expected.loss("loss")[3:], rel=2e-6)
         assert log.grad_norms == pytest.approx(expected.grad_norms[3:], rel=1e-4)
+
+
+def learning_rates(log: Any) -> list[float]:
+    return [float(rate) for output in log.output for rate in re.findall(r"learning rate: ([\d.E+-]+)", output)]
+
+
+def test_another_batch_size_goes_on_with_the_schedule_and_ends_with_the_samples(train, tmp_path):
+    flags = "--num-layers 1 --eval-iters 0 --dsv-sparse-stage dense --lr-decay-style cosine --lr-warmup-fraction 0.3"
+    expected = learning_rates(train(f"{flags} --save {tmp_path} --save-interval 2", steps=4))
+    assert len(set(expected)) == 4
+    halved = train(f"{flags} --load {tmp_path} --ckpt-step 2 --global-batch-size 2", steps=4)
+    assert halved.iterations == [3, 4]
+    assert learning_rates(halved) == expected[2:]
+    doubled = train(f"{flags} --load {tmp_path} --ckpt-step 2 --global-batch-size 8 --train-samples 24", steps=None)
+    assert doubled.iterations == [3, 4]
+    assert re.findall(r"consumed samples: +(\d+)", doubled.output[0]) == ["16", "24"]
+    assert learning_rates(doubled)[-1] == 0, "the end of the schedule"
+
+
+def test_a_trial_refuses_the_resumes_that_a_launch_refuses(train, straight, mixed_latents):
+    folder, _ = straight("auto", "one")
+    flags = f"{SMALL} {STAGES['auto']} --ema-decay 0.9 --load {folder} --dry-run"
+    for more, data, message in (
+        ("--lr 1e-3", {}, "--lr is 0.001, but the checkpoint was saved with 0.002"),
+        ("--lr-warmup-iters 2", {}, "gives lr_warmup_steps = 4, but the checkpoint was saved with 0"),
+        ("--global-batch-size 5", {"data": mixed_latents}, "--global-batch-size must divide the 12 samples consumed"),
+    ):
+        with pytest.raises(RankError, match=message):
+            train(f"{flags} {more}", steps=8, **data)
+    for more in ("--global-batch-size 4", "--lr 1e-3 --no-load-optim"):
+        assert "the launch can run" in train(f"{flags} {more}", steps=8).output[0]
 
 
 HOPS = [(2, f"{TP2} --sequence-parallel"), (2, PP2), (2, ""), (2, TP2)]
