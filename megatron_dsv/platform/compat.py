@@ -243,6 +243,9 @@ def _go_on_with_the_schedule() -> None:
             args.train_iters = resume_schedule.last_iteration(args, loaded[0])
             if loaded[0]:
                 print_rank_0(f"> --train-samples {args.train_samples} are consumed at iteration {args.train_iters}")
+        if not args.skip_train and args.train_iters is not None and 0 < args.train_iters <= loaded[0]:
+            print_rank_0(f"> nothing is left to train: the checkpoint holds iteration {loaded[0]}, and the last one is "
+                         f"{args.train_iters}; raise --train-iters or --train-samples")
         return loaded
 
     training.load_checkpoint = load_and_count

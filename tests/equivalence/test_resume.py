@@ -148,6 +148,9 @@ def test_another_batch_size_goes_on_with_the_schedule_and_ends_with_the_samples(
     assert doubled.iterations == [3, 4]
     assert re.findall(r"consumed samples: +(\d+)", doubled.output[0]) == ["16", "24"]
     assert learning_rates(doubled)[-1] == 0, "the end of the schedule"
+    again = train(f"{flags} --load {tmp_path}", steps=4)
+    assert again.iterations == []
+    assert "nothing is left to train: the checkpoint holds iteration 4, and the last one is 4;" in again.output[0]
 
 
 def test_a_trial_refuses_the_resumes_that_a_launch_refuses(train, straight, mixed_latents):
