@@ -170,4 +170,4 @@ SELECTION = (
 LAUNCH_ALLOWANCE_MS = 3.51
 """Selection, forward and backward of a layer as one process launched them from Python, measured at one shape whose
 kernels take less: 4,096 tokens, 24 heads of 128, 6% kept. An allowance, no least: with 3 heads whole sequences took
-from 1.95 ms (benchmarks/results/h200/attention.json), and a host with other work takes longer."""
+from 1.88 ms (benchmarks/results/h200/attention.json), and a host with other work takes longer."""
