@@ -36,6 +36,7 @@ def apply() -> None:
     _keep_padding_between_buckets()
     _let_current_length_win()
     _go_on_with_the_schedule()
+    _end_with_the_samples()
     _report_validation_without_ppl()
     _skip_batches_of_any_kind()
     _end_helpers_with_their_rank()
@@ -204,9 +205,8 @@ def _go_on_with_the_schedule() -> None:
 
     `load_checkpoint` (training/checkpointing.py) takes the schedule's counts, in samples of the batch size at the save,
     for samples of the current one, and stops in the optimizer, at "Could not find parameter group with key
-    (None, 0.02, ...)", or in the scheduler, at an assertion. `update_train_iters` (training/training.py) divides
-    `--train-samples` by the current batch size, whatever iteration the checkpoint holds. Can go when a resume with
-    twice the batch keeps its learning rate, ends when its samples are consumed, and such errors name flags.
+    (None, 0.02, ...)", or in the scheduler, at an assertion. Can go when a resume with twice the batch keeps its
+    learning rate, and such errors name flags.
     """
     from megatron.training import checkpointing, get_args, training
     from megatron.training.utils import print_rank_0
@@ -214,8 +214,8 @@ def _go_on_with_the_schedule() -> None:
     load_checkpoint = _current(training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
     load_common = _current(checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0"))
     _current(training, "get_optimizer_param_scheduler", ("optimizer",))
-    _current(training, "update_train_iters", ("args",))
 
+    @functools.wraps(load_checkpoint)
     def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any) -> Any:
         args = get_args()
         saved = None
@@ -235,16 +235,34 @@ def _go_on_with_the_schedule() -> None:
         finally:
             del opt_param_scheduler.load_state_dict
 
+    training.load_checkpoint = load
+
+
+def _end_with_the_samples() -> None:
+    """End a resumed run when its `--train-samples` are consumed, and say so where nothing is left to train.
+
+    `update_train_iters` (training/training.py) divides `--train-samples` by the current batch size, whatever iteration
+    the checkpoint holds; a run without any iteration left ends without a word. Can go when Megatron counts from the
+    checkpoint, and says why it trains nothing.
+    """
+    from megatron.training import get_args, training
+    from megatron.training.utils import print_rank_0
+
+    load_checkpoint = _current(training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
+    _current(training, "update_train_iters", ("args",))
+
     @functools.wraps(load_checkpoint)
     def load_and_count(*positional: Any, **named: Any) -> Any:
-        loaded = load(*positional, **named)
-        args = get_args()
-        if args.train_samples is not None and not args.skip_train:
-            args.train_iters = resume_schedule.last_iteration(args, loaded[0])
-            if loaded[0]:
+        loaded = load_checkpoint(*positional, **named)
+        args, iteration = get_args(), loaded[0]
+        if args.skip_train:
+            return loaded
+        if args.train_samples is not None:
+            args.train_iters = resume_schedule.last_iteration(args, iteration)
+            if iteration:
                 print_rank_0(f"> --train-samples {args.train_samples} are consumed at iteration {args.train_iters}")
-        if not args.skip_train and args.train_iters is not None and 0 < args.train_iters <= loaded[0]:
-            print_rank_0(f"> nothing is left to train: the checkpoint holds iteration {loaded[0]}, and the last one is "
+        if args.train_iters is not None and 0 < args.train_iters <= iteration:
+            print_rank_0(f"> nothing is left to train: the checkpoint holds iteration {iteration}, and the last one is "
                          f"{args.train_iters}; raise --train-iters or --train-samples")
         return loaded
 
