@@ -12,7 +12,6 @@ _END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_l
 _NOT_ON_A_SKIPPED_STEP = {
     # argument: what is due on its multiples
     "save_interval": "a checkpoint",
-    "non_persistent_save_interval": "a checkpoint",
     "exit_interval": "the end of the launch",
 }
 

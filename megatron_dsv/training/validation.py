@@ -86,6 +86,10 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "log_validation_ppl_to_tensorboard": (False, "leave it unset: a diffusion loss has no perplexity"),
     "use_checkpoint_args": (False, "repeat the run's own settings: --config <run folder>/config.yaml"),
     "rerun_mode": ("disabled", "leave it at disabled: a step that is not finite ends the run and names its rank"),
+    # Megatron would load what lies there in place of the checkpoint that a launch is compared with.
+    **dict.fromkeys(("non_persistent_ckpt_type", "non_persistent_save_interval", "non_persistent_global_ckpt_dir",
+                     "non_persistent_local_ckpt_dir"), (None, "use --save-interval alone, with --save-retain-interval "
+                                                              "to keep fewer of the checkpoints")),
     "ckpt_format": ("torch_dist", "use torch_dist, which reshards across layouts"),
     "ckpt_convert_format": (None, "use torch_dist, which reshards across layouts"),
     "checkpoint_activations": (False, "use --recompute-granularity full"),
