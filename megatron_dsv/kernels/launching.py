@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 WAY_OUT = "use backend='reference'"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_WIDTH = 256
+MAX_WIDTH = 256
+"""Widest last dim that a tile takes."""
 _MAX_GRID = 65535
 """Programs along any axis of a grid but the first."""
 _REACH = 2**31
@@ -109,7 +110,7 @@ def kind_limit(*groups: Sequence[Tensor], widths: str) -> str | None:
                 f"{', queries as their keys' if mixed else ''}, got {', '.join(dict.fromkeys(map(str, dtypes)))}; "
                 f"{WAY_OUT}")
     widest = max(x.shape[-1] for group in groups for x in group)
-    return f"takes {widths} up to {_MAX_WIDTH}, got {widest}; {WAY_OUT}" if widest > _MAX_WIDTH else None
+    return f"takes {widths} up to {MAX_WIDTH}, got {widest}; {WAY_OUT}" if widest > MAX_WIDTH else None
 
 
 def check_triton(op: str, device: torch.device, limit: str | None) -> None:

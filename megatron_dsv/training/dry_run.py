@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.config_fields import from_args
 from megatron_dsv.context_parallel import sparsity_traces
@@ -27,6 +29,7 @@ from megatron_dsv.context_parallel.plan_modes import HEADS, SEQUENCE, uniform_pl
 from megatron_dsv.context_parallel.plan_report import GIB, by_block, splits, summary
 from megatron_dsv.context_parallel.simulator import Refusal, Simulation, Simulator
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
+from megatron_dsv.training import kernel_checks
 
 FLAG = "--dry-run"
 _ASSUMED = sparsity_traces.Trace()
@@ -49,6 +52,7 @@ def run(argv: Sequence[str]) -> None:
 
     args = arguments.dry_parse(argv, ranks_of(argv, os.environ), check_files=True)
     host_checks.check_folders(args)
+    _check_gpus(args)
     run_folders.check(args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -185,6 +189,14 @@ def bucket_report(result: Simulation, simulator: Simulator, *, blocks: bool) -> 
     if blocks:
         lines += [summary(result), by_block(result, simulator.stats(simulator.job.padded_tokens(result.layout)))]
     return "\n".join(lines)
+
+
+def _check_gpus(args: argparse.Namespace) -> None:
+    """What GPUs refuse of kernels: those of the named machines, else this host's; without either, none are known."""
+    if args.dry_run_cluster is not None:
+        kernel_checks.check_gpu(args, None)
+    elif torch.cuda.is_available():
+        kernel_checks.check_gpu(args, torch.device("cuda", 0))
 
 
 def _check_resume(args: argparse.Namespace, job: Any, saved: argparse.Namespace | None) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.config_fields import flag_of, from_args
-from megatron_dsv.kernels.dense_attention import flash4
 from megatron_dsv.training.cp_costs import costs_of
+from megatron_dsv.training.kernel_checks import check_gpu
 
 _WRITTEN = ("save", "tensorboard_dir", "wandb_save_dir")
 _ANYWHERE = ("auto", "reference", "sdpa")
@@ -49,7 +49,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 def _check_devices(args: argparse.Namespace) -> None:
     if torch.cuda.is_available():
-        _check_repeatable(args)
+        check_gpu(args, torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
         return
     if args.distributed_backend == "nccl":
         raise ValueError("--distributed-backend nccl needs CUDA, which this host does not have; use gloo")
@@ -65,25 +65,6 @@ def _check_devices(args: argparse.Namespace) -> None:
         interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         if backend not in _ANYWHERE and not interpreted:
             raise ValueError(f"{flag_of(name)} {backend} needs CUDA, which this host does not have; use auto")
-
-
-def _check_repeatable(args: argparse.Namespace) -> None:
-    """Dense blocks of a split sequence take plain passes, of which sdpa's backward does not repeat on CUDA."""
-    if not args.dsv_deterministic or args.context_parallel_size == 1 or \
-            args.dsv_dense_backend not in ("auto", "sdpa"):
-        return
-    reason = "sdpa was asked for"
-    if args.dsv_dense_backend == "auto":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        limit = flash4.limit_of_kind(device, dtype, args.kv_channels)
-        if limit is None:
-            return
-        reason = f"flash4 {limit}"
-    raise NotImplementedError(
-        f"--dsv-deterministic with --context-parallel-size {args.context_parallel_size} needs --dsv-dense-backend "
-        f"flash4 or reference, got {args.dsv_dense_backend}: {reason}, and gradients of sdpa do not repeat; install "
-        "flash-attn-4 on Hopper GPUs, use reference (slow), or drop --dsv-deterministic")
 
 
 def _check_writable(name: str, folder: str) -> None:

@@ -15,6 +15,7 @@ from megatron_dsv.models.config import VideoDiTConfig
 from megatron_dsv.training.config import TrainingConfig
 from megatron_dsv.training.flag_limits import check_limits, megatron_flag
 from megatron_dsv.training.flag_relations import check_relations
+from megatron_dsv.training.kernel_checks import check_kinds
 
 CONFIGS: tuple[type[Any], ...] = (DSVConfig, VideoDiTConfig, FlowConfig, DataConfig, TrainingConfig)
 """The dataclasses whose fields are flags, in the order of the help text."""
@@ -143,6 +144,7 @@ def validate(args: argparse.Namespace, *, check_files: bool = True) -> None:
     _check_model(args)
     _check_layout(args)
     check_relations(args)
+    check_kinds(args)
     _check_transformer_impl(args)
     if check_files:
         check_data_folder(args.latent_data)

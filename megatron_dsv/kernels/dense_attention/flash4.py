@@ -21,17 +21,15 @@ _MAX_HEAD_DIM = 256
 
 def limit(q: Tensor, kv_length: int | Tensor | None) -> str | None:
     """What keeps this backend from serving the request, or None."""
-    if reason := limit_of_kind(q.device, q.dtype, q.shape[-1]):
+    if reason := hopper_limit("flash4", q) or limit_of_kind(q.dtype, q.shape[-1]):
         return reason
     if not on_host(kv_length):
         return "needs kv_length on the host, as an int or a CPU tensor"
     return None
 
 
-def limit_of_kind(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What keeps this backend from serving any request of this kind, or None."""
-    if reason := hopper_limit("flash4", device):
-        return reason
+def limit_of_kind(dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps this backend from serving any request of this kind, on the devices that it is for, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes torch.bfloat16 and torch.float16, got {dtype}"
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:

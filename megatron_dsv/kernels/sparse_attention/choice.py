@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv.kernels import timings
+from megatron_dsv.kernels.launching import MAX_WIDTH
 from megatron_dsv.kernels.library import device_name
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.sparse_attention import cudnn, flash4
@@ -26,14 +27,25 @@ _BY_MEMORY = ("triton", "flash4", "cudnn")
 """From none to one to three fp32 copies of q in the backward."""
 
 
-def serves_kind(backend: str, *, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, q_block_size: int,
-                kv_block_size: int, deterministic: bool) -> bool:
-    """Whether a backend serves requests of this kind, on the devices that it is for."""
+def limit_of_kind(backend: str, *, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, q_block_size: int,
+                  kv_block_size: int, deterministic: bool) -> str | None:
+    """What keeps a backend from serving any request of this kind, on the devices that it is for, or None."""
     kind: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "q_block_size": q_block_size,
                             "kv_block_size": kv_block_size, "deterministic": deterministic}
-    if backend == "flash4":
-        return flash4.limit_of_kind(**kind) is None
-    return backend != "cudnn" or cudnn.limit_of_kind(**kind, heads=heads, kv_heads=kv_heads) is None
+    match backend:
+        case "flash4":
+            return flash4.limit_of_kind(**kind)
+        case "cudnn":
+            return cudnn.limit_of_kind(**kind, heads=heads, kv_heads=kv_heads)
+        case "triton" if head_dim > MAX_WIDTH:
+            return f"takes head dims up to {MAX_WIDTH}, got {head_dim}"
+        case _:
+            return None
+
+
+def serves_kind(backend: str, **kind: Any) -> bool:
+    """Whether a backend serves requests of this kind, on the devices that it is for; as ``limit_of_kind``."""
+    return limit_of_kind(backend, **kind) is None
 
 
 def check_limits(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: KVSelection, deterministic: bool) -> None:

@@ -100,6 +100,17 @@ def test_it_ends_like_a_launch(data, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("more", "words"), [
+    (["--dsv-sparse-stage", "auto", "--dsv-sparse-backend", "flash4"],
+     "--dsv-sparse-backend flash4 takes query groups and key blocks of 128 tokens, got 64 and 64"),
+    (["--dsv-deterministic", "--dsv-dense-backend", "sdpa", "--dry-run-cluster", "h800"],
+     "--dsv-deterministic needs --dsv-dense-backend flash4 or reference, got sdpa"),
+])
+def test_kernels_that_cannot_serve_are_refused(data, more, words):
+    with pytest.raises(NotImplementedError, match=words):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", *more))
+
+
 def test_data_folders_and_checkpoints_are_looked_at(data, tmp_path):
     with pytest.raises(HostError, match="--latent-data must be a folder written by `dsv prepare`"):
         dry_run.run(flags(tmp_path / "none", "--dry-run-gpus", "1"))
