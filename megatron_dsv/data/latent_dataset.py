@@ -48,6 +48,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
         text_dim: D.
         buckets: record numbers by latent shape (C, T, H, W), both ascending.
         checksums: sha256 of each record's file.
+        digest: sha256 of the index, which holds these.
         codec_description, text_description: what ``codec_from_description`` and ``text_encoder_from_description`` take.
         truncated_texts: records whose text is longer than ``text_length``.
 
@@ -65,6 +66,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
         if self.text_length < 1:
             raise ValueError(f"text_length must be at least 1, got {text_length}")
         self.text_dim = int(self.text_description["dim"])
+        self.digest: str = manifest["index_sha256"]
         self.checksums: list[str] = [record["sha256"] for record in self._records]
         self.truncated_texts = sum(record["text_tokens"] > self.text_length for record in self._records)
         if self.truncated_texts:

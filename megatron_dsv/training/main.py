@@ -42,11 +42,12 @@ def main(argv: list[str]) -> None:
     from megatron_dsv.training.checkpoint_guard import CheckpointError
     from megatron_dsv.training.datasets import SampleOrderError
     from megatron_dsv.training.finite_steps import NotFiniteError
+    from megatron_dsv.training.rank_agreement import RanksDifferError
 
     try:
         with run_lock.hold(args.save if args.rank == 0 else None):
             _train(args)
-    except (CheckpointError, ScheduleError, SampleOrderError, run_lock.FolderInUseError) as error:
+    except (CheckpointError, RanksDifferError, ScheduleError, SampleOrderError, run_lock.FolderInUseError) as error:
         arguments.exit_with(error)
     except NotFiniteError as error:
         from megatron.training.async_utils import maybe_finalize_async_save
@@ -72,6 +73,7 @@ def _train(args: Any) -> None:
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
     from megatron_dsv.training.forward_step import forward_step
     from megatron_dsv.training.observers import build_planning, build_trace
+    from megatron_dsv.training.rank_agreement import check_agreement, facts_of
     from megatron_dsv.training.run import TrainingRun
 
     try:
@@ -88,6 +90,7 @@ def _train(args: Any) -> None:
     def model_provider(pre_process: bool = True, post_process: bool = True, config: Any = None,
                        pg_collection: Any = None, vp_stage: int | None = None) -> Any:
         pg_collection = process_groups(pg_collection)
+        check_agreement(facts_of(args, run.latents))
         run.cp = build_cp_runtime(args, run.dsv, run.dit, pg_collection)
         model = build_model(args, pre_process, post_process, pg_collection, vp_stage,
                             None if run.cp is None else run.cp.store)

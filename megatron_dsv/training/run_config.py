@@ -81,6 +81,11 @@ def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Pat
     return target / "config.yaml"
 
 
+def names_path(key: str) -> bool:
+    """Whether a setting names a file or a folder, or may."""
+    return key in _PATHS | _PATHS_OR_NAMES
+
+
 def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: os.path.abspath(str(value)) if _is_path(key, str(value)) else value
             for key, value in settings.items()}
