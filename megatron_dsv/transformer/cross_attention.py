@@ -39,14 +39,16 @@ class DiTCrossAttention(MegatronModule):
         pg_collection: Megatron's process groups (``tp`` is used).
         qk_norm: RMS norm of query and key over the full width.
         dense_backend: ``dense_attention`` backend.
+        deterministic: gradients must repeat bitwise.
     """
 
     def __init__(self, config: TransformerConfig, submodules: DiTCrossAttentionSubmodules, layer_number: int,
-                 pg_collection: Any, *, qk_norm: bool, dense_backend: str) -> None:
+                 pg_collection: Any, *, qk_norm: bool, dense_backend: str, deterministic: bool) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.dense_backend = dense_backend
+        self.deterministic = deterministic
         self.head_dim = config.kv_channels
         width = config.kv_channels * config.num_attention_heads
         self.heads = config.num_attention_heads // self.tp_group.size()
@@ -77,5 +79,6 @@ class DiTCrossAttention(MegatronModule):
         key, value = key_value.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out = dense_attention(query, key, value, softmax_scale=self.head_dim**-0.5, backend=self.dense_backend)
+        out = dense_attention(query, key, value, softmax_scale=self.head_dim**-0.5, backend=self.dense_backend,
+                              deterministic=self.deterministic)
         return self.linear_proj(out.flatten(2))

@@ -80,7 +80,8 @@ def get_dit_layer_spec(dsv: DSVConfig, *, implementation: str = "local", qk_norm
         self_attention=get_dsv_self_attention_spec(dsv, implementation=implementation, full_width_qk_norm=qk_norm,
                                                    seed=seed, plans=plans),
         cross_attention=ModuleSpec(
-            module=DiTCrossAttention, params={"qk_norm": qk_norm, "dense_backend": dsv.dsv_dense_backend},
+            module=DiTCrossAttention, params={"qk_norm": qk_norm, "dense_backend": dsv.dsv_dense_backend,
+                                              "deterministic": dsv.dsv_deterministic},
             submodules=DiTCrossAttentionSubmodules(linear_q=column, linear_kv=column, linear_proj=row)),
         cross_attention_norm=norm if cross_attn_norm else None,
         mlp=MLPSubmodules(linear_fc1=column, linear_fc2=row)))

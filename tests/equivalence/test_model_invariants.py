@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_dsv.config import DSVConfig
+from megatron_dsv.context_parallel import local
 from megatron_dsv.context_parallel.local import Pending
 from megatron_dsv.kernels.selection import from_block_mask
 from megatron_dsv.testing.model_parallel import initialize, transformer_config
@@ -175,3 +176,26 @@ def _odd_shapes_are_finite():
 
 def test_odd_shapes_are_finite():
     run_ranks(_odd_shapes_are_finite, 1)
+
+
+def _every_dense_attention_is_told():
+    from megatron_dsv.kernels.dense_attention import api
+    from megatron_dsv.transformer import cross_attention
+
+    asked = []
+
+    def spy(*tensors, deterministic=False, **named):
+        asked.append((tensors[0].shape[0] == tensors[1].shape[0], deterministic))
+        return api.dense_attention(*tensors, **named)
+
+    local.dense_attention = cross_attention.dense_attention = spy
+    groups = initialize()
+    for deterministic in (False, True):
+        asked.clear()
+        _model(groups, {"dsv_q_block_size": 16, "dsv_deterministic": deterministic})(**_inputs(SHAPE))
+        # Of each layer, self-attention and cross-attention.
+        assert asked == [(True, deterministic), (False, deterministic)] * 2
+
+
+def test_deterministic_reaches_self_and_cross_attention():
+    run_ranks(_every_dense_attention_is_told, 1)
