@@ -9,8 +9,9 @@ from megatron_dsv.config_fields import check_fields, flag_of, knob, parse_sizes
 
 STAGES = ("dense", "predictor", "sparse", "auto")
 WINDOWS = {"window-1/3": 1 / 3, "window-2/3": 2 / 3}
-PLANNING = ("dsv_cp_cluster", "dsv_cp_calibration", "dsv_cp_replan_interval")
-"""Knobs that only --dsv-cp-plan planned reads."""
+PLANNING = ("dsv_cp_calibration", "dsv_cp_replan_interval")
+"""Knobs that only --dsv-cp-plan planned reads and other launches must not set. The machines are not among them: a site
+names them once, for all its launches."""
 MASS_RULES = ("mass", "topk-mass")
 """Selection rules that add up scores of blocks, for which a maximum is none."""
 
@@ -107,10 +108,10 @@ class DSVConfig:
         "ranks and one of those in a node. dedicated: one for each group of ranks in a plan. virtual: that of all "
         "its ranks alone.", choices=("parents", "dedicated", "virtual"))
     dsv_cp_cluster: str | None = knob(
-        None, "what --dsv-cp-plan planned knows of GPUs and links: a YAML file, or one of configs/cluster by its name; "
-        "unset takes what was measured on H200.")
+        None, "the machines, for --dsv-cp-plan planned and --dry-run: a YAML file, or one of configs/cluster by its "
+        "name; unset takes what was measured on H200.")
     dsv_cp_calibration: str | None = knob(
-        None, "file that `dsv bench --calibrate` wrote on these machines, in place of --dsv-cp-cluster.")
+        None, "file that `dsv bench --calibrate` wrote on these machines; goes before --dsv-cp-cluster.")
     dsv_cp_replan_interval: int | None = knob(
         None, "least number of steps between two looks for a better context-parallel plan; unset looks after every "
         "profile, and so does a layer that turns sparse or dense.", minimum=1)
@@ -149,9 +150,6 @@ class DSVConfig:
         for name in PLANNING:
             if getattr(self, name) is not None and self.dsv_cp_plan != "planned":
                 raise ValueError(f"{flag_of(name)} needs --dsv-cp-plan planned, got {self.dsv_cp_plan}; drop one")
-        if self.dsv_cp_cluster is not None and self.dsv_cp_calibration is not None:
-            raise ValueError("--dsv-cp-calibration holds a cluster of its own, so it excludes --dsv-cp-cluster, got "
-                             "both; drop --dsv-cp-cluster")
 
     @property
     def corrects_costs(self) -> bool:

@@ -34,18 +34,19 @@ class Costs:
     source: str
 
 
-def costs_of(dsv: DSVConfig, *, device: str | None, head_dim: int) -> Costs:
+def costs_of(dsv: DSVConfig, *, device: str | None, head_dim: int, device_bytes: int | None = None) -> Costs:
     """The costs that the flags ask for, else those of ``DEFAULT_CLUSTER``.
 
     Args:
         device: as torch.cuda.get_device_name gives it; None for a CPU.
         head_dim: size of a head.
+        device_bytes: memory of the device; bounds what the cluster says of it. None where there is none.
 
     Raises:
         ValueError: one line that names the flag and the file.
     """
     if dsv.dsv_cp_calibration is not None:
-        return _calibrated(dsv, dsv.dsv_cp_calibration, head_dim)
+        return _calibrated(dsv, dsv.dsv_cp_calibration, head_dim, device_bytes)
     flag = "" if dsv.dsv_cp_cluster is None else "--dsv-cp-cluster: "
     try:
         cluster = clusters.load(dsv.dsv_cp_cluster or DEFAULT_CLUSTER)
@@ -55,20 +56,23 @@ def costs_of(dsv: DSVConfig, *, device: str | None, head_dim: int) -> Costs:
     foreign = not flag and device != cluster.gpu
     source = f"the constants of {cluster.name}" + (
         f", which this {device or 'CPU'} is not; give --dsv-cp-cluster or --dsv-cp-calibration" if foreign else "")
-    return Costs(CostModel(cluster, kernels, _attention_bytes(cluster)), digest(cluster, kernels), source)
+    return Costs(CostModel(cluster, kernels, _attention_bytes(cluster, device_bytes)), digest(cluster, kernels), source)
 
 
-def _calibrated(dsv: DSVConfig, path: str, head_dim: int) -> Costs:
+def _calibrated(dsv: DSVConfig, path: str, head_dim: int, device_bytes: int | None) -> Costs:
     try:
         found = Calibration.load(path)
         found.check(q_block=dsv.dsv_q_block_size, kv_block=dsv.dsv_kv_block_size, head_dim=head_dim)
     except ValueError as error:
         raise ValueError(f"--dsv-cp-calibration: {error}") from None
-    return Costs(found.cost_model(_attention_bytes(found.cluster)), found.digest, f"the calibration {path}")
+    instead = "" if dsv.dsv_cp_cluster is None else f", not --dsv-cp-cluster {dsv.dsv_cp_cluster}"
+    return Costs(found.cost_model(_attention_bytes(found.cluster, device_bytes)), found.digest,
+                 f"the calibration {path}{instead}")
 
 
-def _attention_bytes(cluster: clusters.Cluster) -> int:
-    return int(ATTENTION_SHARE * cluster.memory_gib * 2**30)
+def _attention_bytes(cluster: clusters.Cluster, device_bytes: int | None) -> int:
+    described = int(cluster.memory_gib * 2**30)
+    return int(ATTENTION_SHARE * (described if device_bytes is None else min(described, device_bytes)))
 
 
 def low_rank_width(dsv: DSVConfig) -> int:

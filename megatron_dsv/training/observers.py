@@ -20,7 +20,8 @@ def build_planning(run: TrainingRun, controller: DSVController) -> CPPlanning | 
         return None
     args, plan, world = run.args, run.cp.store.plan, torch.distributed.group.WORLD
     assert world is not None
-    costs = costs_of(run.dsv, device=device_name(), head_dim=args.kv_channels)
+    memory = torch.cuda.get_device_properties(run.device).total_memory if run.device.type == "cuda" else None
+    costs = costs_of(run.dsv, device=device_name(), head_dim=args.kv_channels, device_bytes=memory)
     # One key/value head per query head: grouped queries are refused when flags are checked.
     heads = kv_heads = args.num_attention_heads
     replanner = replanner_of(costs, run.dsv, topo=plan.topo, buckets=shared_buckets(plan.buckets),

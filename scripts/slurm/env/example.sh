@@ -8,7 +8,8 @@ export DSV_VENV="${DSV_VENV:-$HOME/megatron-dsv/.venv}"
 export DSV_DATA="${DSV_DATA:-/shared/latents}"
 export DSV_RUNS="${DSV_RUNS:-/shared/runs}"
 
-# What DRY_RUN=1 predicts for: a preset of `dsv plan --cluster` or a YAML file of one's own.
+# The machines, which context parallelism plans for and DRY_RUN=1 predicts: a preset of `dsv plan --cluster` or a YAML
+# file of one's own. It goes before a dsv-cp-cluster in a configuration file.
 export DSV_CLUSTER="${DSV_CLUSTER:-h800}"
 
 # The network interface of the rendezvous and of NCCL's bootstrap; RDMA traffic takes the HCAs below.

@@ -35,18 +35,21 @@ def test_the_launch_of_every_experiment_parses_at_128_ranks():
         args = dry_parse(command[entry + 1:], 16 * 8)
         assert args.launch_gpus == 128
         assert args.load == args.save
+        assert args.dsv_cp_cluster == "h800"
         assert args.exit_signal_handler
         assert args.exit_signal == signal.SIGUSR1
 
 
 def test_flags_and_sites_reach_the_command(tmp_path):
     site = tmp_path / "site.sh"
-    site.write_text("DSV_VENV=/opt/dsv DSV_DATA=/data/latents DSV_RUNS='/runs of us'\n")
+    site.write_text("DSV_VENV=/opt/dsv DSV_DATA=/data/latents DSV_RUNS='/runs of us' "
+                    "DSV_CLUSTER=/site/ours.yaml\n")
     command = dry_run("--config", "experiments/dsv-30b", "--lr", "2e-4", DSV_ENV=str(site), SLURM_JOB_NUM_NODES="4",
                       SLURM_GPUS_ON_NODE="4", DSV_RUN="mine")
     assert command[0] == "/opt/dsv/bin/torchrun"
     assert {"--nnodes=4", "--nproc-per-node=4"} <= set(command)
     assert command[command.index("--save") + 1] == "/runs of us/mine/checkpoints"
+    assert command[command.index("--dsv-cp-cluster") + 1] == "/site/ours.yaml"
     assert command[-4:] == ["--config", "experiments/dsv-30b", "--lr", "2e-4"]
 
 

@@ -36,7 +36,19 @@ def test_a_run_says_whose_constants_it_plans_with(tmp_path):
     calibration().save(file)
     measured = costs_of(DSVConfig(dsv_cp_calibration=str(file)), device=None, head_dim=128)
     assert measured.model.kernels == calibration().kernels
+    assert measured.source == f"the calibration {file}"
+    both = costs_of(DSVConfig(dsv_cp_calibration=str(file), dsv_cp_cluster="h200"), device=None, head_dim=128)
+    assert (both.digest, both.source) == (measured.digest, f"{measured.source}, not --dsv-cp-cluster h200")
     assert len({at_home.digest, chosen.digest, measured.digest}) == 3
+
+
+def test_attention_takes_a_share_of_the_memory_that_is_there(tmp_path):
+    file = tmp_path / "calibration.json"
+    calibration().save(file)
+    for flags, described in (({}, 139), ({"dsv_cp_cluster": "h800"}, 79), ({"dsv_cp_calibration": str(file)}, 79)):
+        for device, least in ((None, described), (64 * 2**30, 64), (192 * 2**30, described)):
+            costs = costs_of(DSVConfig(**flags), device="NVIDIA H200", head_dim=128, device_bytes=device)
+            assert costs.model.memory_bytes == least * 2**30 / 4
 
 
 def test_what_cannot_be_read_names_the_flag(tmp_path):
@@ -70,14 +82,16 @@ def test_windows_are_planned_without_the_time_of_a_selection():
 
 
 def test_planning_flags_need_planning():
-    with pytest.raises(ValueError, match="--dsv-cp-cluster needs --dsv-cp-plan planned, got heads; drop one"):
-        DSVConfig(dsv_cp_cluster="h200", dsv_cp_plan="heads").validate()
-    with pytest.raises(ValueError, match="--dsv-cp-calibration holds a cluster of its own, so it excludes"):
-        DSVConfig(dsv_cp_cluster="h200", dsv_cp_calibration="x").validate()
+    with pytest.raises(ValueError, match="--dsv-cp-calibration needs --dsv-cp-plan planned, got heads; drop one"):
+        DSVConfig(dsv_cp_calibration="x", dsv_cp_plan="heads").validate()
     with pytest.raises(ValueError, match="--dsv-cp-replan-interval must be an integer, at least 1, got 0"):
         DSVConfig(dsv_cp_replan_interval=0).validate()
     args = argparse.Namespace(context_parallel_size=1, dsv_cp_cluster=None, dsv_cp_calibration=None,
                               dsv_cp_replan_interval=5)
     with pytest.raises(ValueError, match="--dsv-cp-replan-interval needs --context-parallel-size above 1, got 1"):
         _check_planning(args)
+    # The machines are what they are, whatever the plan.
+    DSVConfig(dsv_cp_cluster="h200", dsv_cp_plan="heads").validate()
+    _check_planning(argparse.Namespace(context_parallel_size=1, dsv_cp_cluster="h200", dsv_cp_calibration=None,
+                                       dsv_cp_replan_interval=None))
     assert DSVConfig(dsv_cp_correction=True, dsv_deterministic=True).corrects_costs is False

@@ -37,7 +37,7 @@ def test_a_sample_needs_nothing_of_what_only_several_ranks_may_set(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN | SEVERAL_RANKS | {"latent-data": str(data)}))
     args = run_arguments(tmp_path, argparse.Namespace(attention="dense", keep_ratio=None, latent_data=None))
     assert (args.context_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
-    assert (args.dsv_cp_cluster, args.dsv_cp_replan_interval, args.decoder_first_pipeline_num_layers) == (None,) * 3
+    assert (args.dsv_cp_replan_interval, args.decoder_first_pipeline_num_layers) == (None,) * 2
 
 
 @pytest.mark.parametrize("keep_ratio", [None, 0.5])
