@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: 0, this one)")
     work.add_argument("--device", default="cpu", metavar="DEVICE", help="where codec and text encoder run, such as "
                       "cuda (default: %(default)s)")
+    work.add_argument("--prune", action="store_true", help="remove the samples of videos that are missing from --input "
+                      "or cannot be read; without it they are kept")
     work.add_argument("--strict", action="store_true", help="exit 1 if anything was dropped")
 
 
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     options = preparation.PrepareOptions(
         input=args.input, output=args.output, buckets=_buckets(args), fps=args.fps,
         clips_per_video=_clips_per_video(args.clips_per_video), stride=args.stride, captions=args.captions,
-        latent_dtype=args.latent_dtype, workers=args.workers, device=device)
+        latent_dtype=args.latent_dtype, workers=args.workers, device=device, prune=args.prune)
     codec = build_codec(args.codec, channels=args.codec_channels, folder=args.codec_folder, device=device)
     text_encoder = build_text_encoder(args.text_encoder, TextEncoderOptions(
         args.text_dim, args.text_max_tokens, args.text_folder, args.text_tokenizer), device)

@@ -1,7 +1,8 @@
 """A folder of videos and captions to a latent data set: resumable, checked, and accounting for everything it drops.
 
 A run may stop at any moment. Samples and index appear whole or not at all; a journal keeps a line for each finished
-video, and the next run with the same settings goes on from there. Videos that changed since are prepared again.
+video, and the next run with the same settings goes on from there. Videos that changed since are prepared again. What
+was made of videos that are missing or cannot be read this time is kept, unless the run is told to prune.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_dsv.data.clip_plan import PixelBucket
 from megatron_dsv.data.codecs import VideoCodec
 from megatron_dsv.data.fingerprints import file_sha256, json_sha256
 from megatron_dsv.data.preparation_report import PreparationReport
-from megatron_dsv.data.source_plan import plan_sources, scan, source_name
+from megatron_dsv.data.source_plan import KeptVideo, plan_sources, scan, source_name
 from megatron_dsv.data.text import TextEncoder
 from megatron_dsv.data.video_preparation import VideoJob, prepare_in_worker, prepare_video, start_worker
 
@@ -48,6 +49,7 @@ class PrepareOptions:
         latent_dtype: ``bf16`` or ``fp32``, how latents and text are stored.
         workers: processes that prepare videos; 0 works in this one.
         device: where workers run the codec.
+        prune: remove the samples of videos that are missing or cannot be read.
     """
 
     input: Path
@@ -60,6 +62,7 @@ class PrepareOptions:
     latent_dtype: str = "bf16"
     workers: int = 0
     device: str = "cpu"
+    prune: bool = False
 
 
 def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncoder,
@@ -90,9 +93,8 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         _open_output(options.output, settings, text_encoder)
         report = PreparationReport(videos=len(sources), ignored_files=ignored)
         report.unused_caption_rows = captions.rows_without({source_name(options.input, path) for path in sources})
-        plan = plan_sources(options.input, options.output, sources, captions)
+        plan = plan_sources(options.input, options.output, sources, captions, prune=options.prune)
         report.reused_videos = len(plan.finished)
-        report.dropped += plan.dropped
         entries = plan.finished
         done, samples = len(sources) - len(plan.todo), sum(len(entry["samples"]) for entry in entries)
         progress(done, len(sources), samples)
@@ -100,14 +102,28 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         jobs = (_job(options, path, caption, text_encoder, identity) for path, caption in plan.todo)
         with (options.output / dataset_folder.JOURNAL_FILE).open("ab") as journal:
             for entry in _run(jobs, options, codec, settings["codec"]):
-                journal.write(dataset_folder.lines_to_bytes([entry]))
-                journal.flush()
-                entries.append(entry)
+                if not plan.keep_if_unreadable(entry):
+                    journal.write(dataset_folder.lines_to_bytes([entry]))
+                    journal.flush()
+                    entries.append(entry)
                 done, samples = done + 1, samples + len(entry["samples"])
                 progress(done, len(sources), samples)
+        report.dropped += plan.dropped
+        # A video that was moved has its samples under the new name.
+        contents = {entry["sha256"] for entry in entries if entry["samples"]}
+        kept = [video for video in plan.kept if video.entry["sha256"] not in contents]
+        journaled = sorted([*entries, *(video.entry for video in kept)], key=lambda entry: entry["source"])
+        entries = sorted([*entries, *map(_as_entry, kept)], key=lambda entry: entry["source"])
+        report.kept = sorted(({"source": video.entry["source"], "reason": video.reason, "samples": len(video.samples)}
+                              for video in kept), key=lambda video: video["source"])
         _account(report, entries, text_encoder)
-        _finish(options.output, settings, entries, report)
+        _finish(options.output, settings, entries, journaled, report)
     return report
+
+
+def _as_entry(video: KeptVideo) -> dict[str, Any]:
+    """What a kept video adds to the data set; what was dropped of it was reported when it was prepared."""
+    return {**video.entry, "samples": video.samples, "dropped": []}
 
 
 def _settings(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncoder) -> dict[str, Any]:
@@ -245,7 +261,6 @@ def _collect(running: dict[Future[dict[str, Any]], str]) -> Iterator[dict[str, A
 
 
 def _account(report: PreparationReport, entries: list[dict[str, Any]], text_encoder: TextEncoder) -> None:
-    entries.sort(key=lambda entry: entry["source"])
     report.samples = sum(len(entry["samples"]) for entry in entries)
     report.dropped = sorted([*report.dropped, *(drop for entry in entries for drop in entry["dropped"])],
                             key=lambda drop: (drop["source"], drop["detail"]))
@@ -257,7 +272,8 @@ def _account(report: PreparationReport, entries: list[dict[str, Any]], text_enco
     report.notes = {note: count for note, count in sorted(notes.items()) if count}
 
 
-def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]], report: PreparationReport) -> None:
+def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]], journaled: list[dict[str, Any]],
+            report: PreparationReport) -> None:
     """Writes index, dataset.json, the compacted journal and the report; removes samples that nothing refers to."""
     lines = [sample for entry in entries for sample in entry["samples"]]
     index = root / dataset_folder.INDEX_FILE
@@ -272,5 +288,5 @@ def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]],
         for file in stale:
             (root / file).unlink()
         report.removed_samples = len(stale)
-    dataset_folder.write_atomically(root / dataset_folder.JOURNAL_FILE, dataset_folder.lines_to_bytes(entries))
+    dataset_folder.write_atomically(root / dataset_folder.JOURNAL_FILE, dataset_folder.lines_to_bytes(journaled))
     dataset_folder.write_json(root / dataset_folder.REPORT_FILE, report.to_json())

@@ -23,7 +23,8 @@ class PreparationReport:
         notes: videos by what was done to them that may matter (enlarged, frames_repeated, caption_truncated).
         ignored_files: files that are neither video nor image nor caption.
         unused_caption_rows: files that the caption table names and that are not there.
-        removed_samples: sample files of videos that changed or went since the last run.
+        removed_samples: sample files of videos that changed, became another's copy or were pruned since the last run.
+        kept: videos that could not be seen, of which an earlier run's samples were kept: source, reason, samples.
     """
 
     videos: int = 0
@@ -36,6 +37,7 @@ class PreparationReport:
     ignored_files: list[str] = field(default_factory=list)
     unused_caption_rows: list[str] = field(default_factory=list)
     removed_samples: int = 0
+    kept: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def drop_counts(self) -> dict[str, int]:
@@ -47,7 +49,8 @@ class PreparationReport:
         return {"videos": self.videos, "reused_videos": self.reused_videos, "samples": self.samples,
                 "buckets": self.buckets, "captions": self.captions, "drop_counts": self.drop_counts,
                 "dropped": self.dropped, "notes": self.notes, "ignored_files": self.ignored_files,
-                "unused_caption_rows": self.unused_caption_rows, "removed_samples": self.removed_samples}
+                "unused_caption_rows": self.unused_caption_rows, "removed_samples": self.removed_samples,
+                "kept": self.kept}
 
     def lines(self) -> list[str]:
         """The report for the terminal; long lists are cut, report.json has them whole."""
@@ -60,7 +63,10 @@ class PreparationReport:
         lines += _listed("ignored, neither video nor image", self.ignored_files)
         lines += _listed("caption rows without a file", self.unused_caption_rows)
         if self.removed_samples:
-            lines.append(f"removed {self.removed_samples} samples of videos that changed or went")
+            lines.append(f"removed {self.removed_samples} samples of videos that changed or are gone")
+        lines += _listed(f"kept {sum(video['samples'] for video in self.kept)} samples of videos that are missing or "
+                         "cannot be read (--prune removes them)",
+                         [f"{video['source']}: {video['reason']}, {video['samples']} samples" for video in self.kept])
         counts = ", ".join(f"{count} {reason}" for reason, count in self.drop_counts.items())
         lines += _listed(f"dropped ({counts})",
                          [f"{drop['source']}: {drop['reason']}, {drop['detail']}" for drop in self.dropped])

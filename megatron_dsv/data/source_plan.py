@@ -13,6 +13,22 @@ from megatron_dsv.data.captions import Caption, Captions
 from megatron_dsv.data.fingerprints import file_sha256
 
 _CAPTION_SUFFIXES = frozenset({".txt", ".csv"})
+MISSING, UNREADABLE, UNREADABLE_CAPTION = "missing", "unreadable", "unreadable_caption"
+
+
+@dataclass(frozen=True)
+class KeptVideo:
+    """What an earlier run made of a video that this one cannot see.
+
+    Attributes:
+        entry: its journal entry.
+        samples: of them, those whose files are there; not empty.
+        reason: missing, unreadable or unreadable_caption.
+    """
+
+    entry: dict[str, Any]
+    samples: list[dict[str, Any]]
+    reason: str
 
 
 @dataclass
@@ -23,11 +39,24 @@ class SourcePlan:
         todo: videos to prepare, with their captions.
         finished: journal entries of videos that an earlier run finished and that have not changed.
         dropped: videos that cannot be used: source, reason (duplicate, unreadable_caption, empty_caption), detail.
+        kept: videos of earlier runs that are missing, or whose caption cannot be read.
+        fallback: by source, what is kept of a video to prepare if it turns out to be unreadable.
     """
 
     todo: list[tuple[Path, Caption]] = field(default_factory=list)
     finished: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[KeptVideo] = field(default_factory=list)
+    fallback: dict[str, KeptVideo] = field(default_factory=dict)
+
+    def keep_if_unreadable(self, entry: dict[str, Any]) -> bool:
+        """Whether a new journal entry says that nothing of a video could be read, and an earlier run's is kept."""
+        unreadable = not entry["samples"] and any(drop["reason"] == UNREADABLE for drop in entry["dropped"])
+        if not unreadable or entry["source"] not in self.fallback:
+            return False
+        self.kept.append(self.fallback[entry["source"]])
+        self.dropped += entry["dropped"]
+        return True
 
 
 def scan(folder: Path, output: Path) -> tuple[list[Path], list[str]]:
@@ -73,11 +102,20 @@ def source_name(folder: Path, path: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Captions) -> SourcePlan:
-    """Sorts sources into finished, to do, and dropped (copies of another, no usable caption)."""
+def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Captions, *, prune: bool) -> SourcePlan:
+    """Sorts sources into finished, to do, and dropped (copies of another, no usable caption).
+
+    A folder may be unmounted, a file unreadable for a moment: unless ``prune``, what earlier runs made of them is kept.
+    """
     plan = SourcePlan()
     journal = {entry["source"]: entry for entry in dataset_folder.read_lines(output / dataset_folder.JOURNAL_FILE)}
     copies = _copies(sources)
+
+    def keep(source: str, reason: str) -> list[KeptVideo]:
+        entry = journal.get(source)
+        samples = [] if entry is None or prune else [sample for sample in entry["samples"] if _is_whole(output, sample)]
+        return [KeptVideo(entry, samples, reason)] if entry is not None and samples else []
+
     for path in sources:
         source = source_name(folder, path)
         if path in copies:
@@ -87,7 +125,8 @@ def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Capt
         try:
             caption = captions.of(path)
         except ValueError as error:
-            plan.dropped.append({"source": source, "reason": "unreadable_caption", "detail": str(error)})
+            plan.dropped.append({"source": source, "reason": UNREADABLE_CAPTION, "detail": str(error)})
+            plan.kept += keep(source, UNREADABLE_CAPTION)
             continue
         if not caption.text:
             plan.dropped.append({"source": source, "reason": "empty_caption", "detail": f"from {caption.origin}"})
@@ -97,6 +136,9 @@ def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Capt
             plan.finished.append(entry)
         else:
             plan.todo.append((path, caption))
+            plan.fallback.update((source, video) for video in keep(source, UNREADABLE))
+    for source in journal.keys() - {source_name(folder, path) for path in sources}:
+        plan.kept += keep(source, MISSING)
     return plan
 
 
@@ -129,6 +171,9 @@ def _still_valid(root: Path, entry: dict[str, Any], path: Path, caption: Caption
     if (entry["bytes"], entry["mtime_ns"]) != (stat.st_size, stat.st_mtime_ns) or \
             (entry["caption"], entry["caption_origin"]) != (caption.text, caption.origin):
         return False
-    files = [root / sample["file"] for sample in entry["samples"]]
-    return all(file.is_file() and file.stat().st_size == sample["bytes"]
-               for file, sample in zip(files, entry["samples"]))
+    return all(_is_whole(root, sample) for sample in entry["samples"])
+
+
+def _is_whole(root: Path, sample: dict[str, Any]) -> bool:
+    file = root / sample["file"]
+    return file.is_file() and file.stat().st_size == sample["bytes"]

@@ -158,7 +158,7 @@ def test_finished_videos_are_not_touched_again_and_changed_ones_are(
     (small_videos / "clip_2.txt").write_text("a new caption")
     (small_videos / "clip_0.mp4").unlink()
     make_video(small_videos / "clip_3.mp4", 6, height=32, width=48, seed=3)
-    assert main(flags(small_videos, out)) == 0
+    assert main(flags(small_videos, out, "--prune")) == 0
     assert probed == ["clip_1.mp4", "clip_2.mp4", "clip_3.mp4"]
     assert report(out)["removed_samples"] == 6
     fresh = tmp_path / "fresh"
@@ -169,6 +169,61 @@ def test_finished_videos_are_not_touched_again_and_changed_ones_are(
     (out / LatentDataset(out).facts(0)["file"]).unlink()
     assert main(flags(small_videos, out)) == 0
     assert tree(out) == tree(fresh)
+
+
+def test_samples_of_videos_that_cannot_be_seen_are_kept(small_videos: Path, tmp_path: Path,
+                                                        make_video: Callable[..., Path],
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    out, away = tmp_path / "set", tmp_path / "away"
+    disk = small_videos / "disk"
+    disk.mkdir()
+    make_video(disk / "far.mp4", 12, height=32, width=48, seed=9)
+    for number in range(3):
+        (small_videos / f"clip_{number}.txt").write_text(f"caption {number}")
+    assert main(flags(small_videos, out)) == 0
+    before = tree(out)
+    content = (small_videos / "clip_0.mp4").read_bytes()
+    # A folder that is not mounted, a video and a caption that cannot be read.
+    disk.rename(away)
+    (small_videos / "clip_0.mp4").write_bytes(b"?" * len(content))
+    (small_videos / "clip_1.txt").write_bytes(b"\xff")
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(flags(small_videos, out)) == 0
+        assert tree(out) == before
+        found = report(out)
+        assert found["kept"] == [{"source": "clip_0.mp4", "reason": "unreadable", "samples": 2},
+                                 {"source": "clip_1.mp4", "reason": "unreadable_caption", "samples": 2},
+                                 {"source": "disk/far.mp4", "reason": "missing", "samples": 2}]
+        assert {drop["source"]: drop["reason"] for drop in found["dropped"]} == {
+            "clip_0.mp4": "unreadable", "clip_1.mp4": "unreadable_caption"}
+        assert found["samples"] == 8
+        assert "kept 6 samples of videos that are missing or cannot be read (--prune removes them): 3\n" \
+            "  clip_0.mp4: unreadable, 2 samples\n" in capsys.readouterr().out
+    # What is lost cannot be kept; what comes back is whole again.
+    lost = next(line for line in map(LatentDataset(out).facts, range(8)) if line["source"] == "disk/far.mp4")
+    (out / lost["file"]).unlink()
+    assert main(flags(small_videos, out)) == 0
+    assert report(out)["kept"][2]["samples"] == 1
+    assert main(["prepare", "--verify", str(out)]) == 0
+    away.rename(disk)
+    (small_videos / "clip_0.mp4").write_bytes(content)
+    (small_videos / "clip_1.txt").write_text("caption 1")
+    assert main(flags(small_videos, out)) == 0
+    assert tree(out) == before
+    assert report(out)["kept"] == []
+
+    # A video that was moved is in the data set once; pruning leaves what can be seen.
+    (disk / "far.mp4").rename(small_videos / "near.mp4")
+    (small_videos / "clip_2.mp4").rename(tmp_path / "clip_2.mp4")
+    assert main(flags(small_videos, out)) == 0
+    assert [video["source"] for video in report(out)["kept"]] == ["clip_2.mp4"]
+    assert report(out)["removed_samples"] == 2
+    assert main(flags(small_videos, out, "--prune")) == 0
+    fresh = tmp_path / "fresh"
+    assert main(flags(small_videos, fresh)) == 0
+    assert tree(out) == tree(fresh)
+    assert (report(out)["removed_samples"], report(out)["kept"]) == (2, [])
 
 
 def test_everything_dropped_is_accounted_for(small_videos: Path, tmp_path: Path, make_video: Callable[..., Path],
