@@ -83,7 +83,9 @@ class DSVConfig:
         0.85, "a sparse layer whose recall stays below this, for --dsv-gate-passes profiles running, falls back to "
         "dense; at most --dsv-gate-recall counts.", above=0, maximum=1)
     dsv_gate_passes: int = knob(2, "profiles running that must pass the gate.", minimum=1)
-    dsv_profile_interval: int = knob(50, "steps between two profiles of sparsity, budget and recall.", minimum=1)
+    dsv_profile_interval: int = knob(
+        50, "steps between two profiles of sparsity, budget and recall; where videos have several lengths, a profile "
+        "waits for the next step of those that attention spends most on.", minimum=1)
     dsv_profile_groups: int = knob(8, "query groups sampled in one profile.", minimum=1)
     dsv_profile_momentum: float = knob(
         0.9, "weight of the old value in the running profile.", minimum=0, below=1)

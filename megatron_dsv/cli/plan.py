@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", default=None, metavar="TPxPPxCPxDP", help="one layout, instead of all of them")
     parser.add_argument("--sparsity", default="dsv-2.7b", metavar="NAME_OR_JSON",
                         help=f"{' or '.join(sparsity_traces.BUILT_IN)}, or what a run recorded: sparsity.jsonl in its "
-                             "folder, of which the last profile counts (default dsv-2.7b)")
+                             "folder, of which the last profile of the nearest length counts (default dsv-2.7b)")
     parser.add_argument("--sparsity-cap", type=float, default=0.95,
                         help="largest sparsity of a block that is believed (default 0.95)")
     parser.add_argument("--head-spread", type=float, default=0.5, help="spread of log density over heads (default 0.5)")
@@ -102,20 +102,24 @@ def build(args: argparse.Namespace, model: ModelShape, cluster: clusters.Cluster
     if args.calibration is not None:
         measured = Calibration.load(args.calibration)
         measured.check(q_block=args.q_block_size, kv_block=args.kv_block_size, head_dim=model.head_dim)
-        return Simulator(measured.applied_to(cluster), measured.kernels, job, statistics_of(args, model),
+        return Simulator(measured.applied_to(cluster), measured.kernels, job, statistics_of(args, model, tokens),
                          handling=measured.handling)
     kernels = measured_kernels(cluster, args.q_block_size, args.kv_block_size)
-    return Simulator(cluster, kernels, job, statistics_of(args, model))
+    return Simulator(cluster, kernels, job, statistics_of(args, model, tokens))
 
 
-def statistics_of(args: argparse.Namespace, model: ModelShape) -> Callable[[int], Sequence[BlockStats]]:
-    """Padded tokens -> statistics of every block, recorded or built in."""
+def statistics_of(args: argparse.Namespace, model: ModelShape,
+                  tokens: int) -> Callable[[int], Sequence[BlockStats]]:
+    """Padded tokens -> statistics of every block, recorded or built in, for sequences of about ``tokens``."""
     if args.sparsity.endswith((".json", ".jsonl")):
-        recorded = sparsity_traces.load(args.sparsity, heads=model.heads, groups=model.groups)
-        if len(recorded) != model.layers:
+        recorded = sparsity_traces.load(args.sparsity, heads=model.heads, groups=model.groups, tokens=tokens)
+        if len(recorded.blocks) != model.layers:
             raise ValueError(f"--sparsity {args.sparsity} must have the model's {model.layers} layers, "
-                             f"got {len(recorded)}")
-        return lambda tokens: recorded
+                             f"got {len(recorded.blocks)}")
+        if recorded.tokens not in (None, tokens):
+            print(f"--sparsity {args.sparsity}: the nearest profile is of {recorded.tokens} tokens; its shares are "
+                  f"taken for {tokens}")
+        return lambda tokens: recorded.blocks
     trace = sparsity_traces.Trace(args.sparsity, args.sparsity_cap, args.head_spread, args.coverage)
     sizes = [size for size in range(1, _LARGEST + 1) if _LARGEST % size == 0 or size <= 16]
     made: dict[int, list[BlockStats]] = {}

@@ -9,10 +9,12 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
 
@@ -104,10 +106,20 @@ def append(path: Path, stats: Sequence[BlockStats], *, step: int, tokens: int) -
         file.write(b"\n" + line if torn else line)
 
 
-def load(path: str, *, heads: int, groups: int) -> list[BlockStats]:
-    """A recorded trace: the last profile of a run's ``.jsonl``, or JSON of one.
+class Recorded(NamedTuple):
+    """A profile of a run: statistics of every block, and ``tokens`` of the samples that it was taken of, if it says."""
+
+    blocks: list[BlockStats]
+    tokens: int | None
+
+
+def load(path: str, *, heads: int, groups: int, tokens: int) -> Recorded:
+    """A recorded trace: of a run's ``.jsonl``, the last profile of the length nearest to ``tokens``, or JSON of one.
 
     A profile has ``layers``, each with ``density`` [H] and ``coverage`` {ranks: [G]}.
+
+    Args:
+        tokens: of the sequence that is planned. Lengths are compared by their ratio.
 
     Raises:
         ValueError: one line that names the file and the layer.
@@ -116,16 +128,37 @@ def load(path: str, *, heads: int, groups: int) -> list[BlockStats]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"sparsity {path}: cannot be read: {error.strerror}") from None
-    data = _last_profile(text) if path.endswith(".jsonl") else _profile(text)
+    data = _nearest_profile(text, tokens) if path.endswith(".jsonl") else _profile(text)
     if data is None:
         raise ValueError(f"sparsity {path}: must be JSON with a list `layers`" + (
             ", a profile a line" if path.endswith(".jsonl") else ""))
-    return _blocks(path, data["layers"], heads, groups)
+    return Recorded(_blocks(path, data["layers"], heads, groups), _length(data))
 
 
-def _last_profile(text: str) -> dict | None:
-    """The last whole line; a run that is killed may leave a part of one."""
-    return next((data for line in reversed(text.splitlines()) if (data := _profile(line)) is not None), None)
+_HEAD = re.compile(r'\{"step": \d+, "tokens": (\d+),')
+"""How ``append`` begins a line: the long rest of most need not be parsed."""
+
+
+def _nearest_profile(text: str, tokens: int) -> dict | None:
+    """The last whole line of the nearest length; a run that is killed may leave a part of one."""
+    best, nearest = None, math.inf
+    for line in reversed(text.splitlines()):
+        head = _HEAD.match(line)
+        if best is not None and head is not None and _distance(int(head[1]), tokens) >= nearest:
+            continue
+        data = _profile(line)
+        if data is not None and (best is None or _distance(_length(data), tokens) < nearest):
+            best, nearest = data, _distance(_length(data), tokens)
+    return best
+
+
+def _length(data: dict[str, Any]) -> int | None:
+    tokens = data.get("tokens")
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+
+def _distance(tokens: int | None, planned: int) -> float:
+    return abs(math.log(tokens / planned)) if tokens else math.inf
 
 
 def _profile(text: str) -> dict | None:

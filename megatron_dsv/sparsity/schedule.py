@@ -1,12 +1,14 @@
 """Dense -> predictor -> sparse: which layers attend sparsely, and when that changes.
 
 Stages are what the user asks for; a layer's state is what the gate has decided so far under ``auto``. Every rank must
-advance with the same recall (reduce it first), so that all ranks decide alike.
+advance with the same recall (reduce it first), so that all ranks decide alike. What the gate goes by are profiles, and
+where videos have several lengths, profiles of some lengths alone: a short sequence recalls everything in its few
+blocks, and would speak for long ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -82,6 +84,50 @@ def advance(state: LayerState, recall: float, *, gate_recall: float = 0.9, gate_
 def attends_sparsely(stage: Stage, state: LayerState) -> bool:
     """Whether a layer uses its selection: never in dense and predictor, always in sparse, by its state in auto."""
     return stage is Stage.SPARSE or (stage is Stage.AUTO and state.sparse)
+
+
+def profiled_lengths(samples: Mapping[int, int], *, span: float = 1.5) -> frozenset[int]:
+    """The sequence lengths that are profiled: those that attention spends most on.
+
+    From the longest down, a class holds the lengths within ``span`` of its longest. The class with most samples x
+    tokens^2 is profiled, the longer one of two alike: images do not speak for videos, and the gate does not wait for
+    one rare video that is longer than all others.
+
+    Args:
+        samples: of a training set, by tokens of a sample.
+        span: at least 1.
+
+    Raises:
+        ValueError: no sample, or ``span`` below 1.
+    """
+    if not samples or span < 1.0:
+        raise ValueError(f"profiled_lengths needs a sample and a span of at least 1, got {dict(samples)} and {span}")
+    classes: list[list[int]] = []
+    for tokens in sorted(samples, reverse=True):
+        if classes and tokens * span >= classes[-1][0]:
+            classes[-1].append(tokens)
+        else:
+            classes.append([tokens])
+    return frozenset(max(classes, key=lambda lengths: sum(samples[tokens] * tokens**2 for tokens in lengths)))
+
+
+def profile_due(step: int, interval: int, has_profiled_length: Callable[[int], bool]) -> bool:
+    """Whether a step is profiled: the first one of a profiled length at or after a multiple of ``interval``.
+
+    It follows from the steps' lengths alone, so that a resumed run profiles where the straight one would.
+
+    Args:
+        step: finished steps of the run.
+        interval: at least 1 (``--dsv-profile-interval``).
+        has_profiled_length: tells it of this step, and of up to ``interval`` before it.
+    """
+    if not has_profiled_length(step):
+        return False
+    while step % interval:
+        step -= 1
+        if has_profiled_length(step):
+            return False
+    return True
 
 
 def encode_states(states: Sequence[LayerState]) -> Tensor:

@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.metrics import Recorder
 from megatron_dsv.sparsity.profile import GroupProfile, update_running
-from megatron_dsv.sparsity.schedule import LayerState, Stage, advance
+from megatron_dsv.sparsity.schedule import LayerState, Stage, advance, profile_due
 from megatron_dsv.training.predictor_optimizer import PredictorOptimizer
+from megatron_dsv.training.profile_steps import ProfileSteps
 from megatron_dsv.transformer.self_attention import DSVSelfAttention
 
 
@@ -59,17 +60,24 @@ class DSVController:
         groups: process groups.
         num_layers: of the whole model.
         recorder: takes the numbers of each step for the log.
+        profile_steps: which steps may be profiled; None for all of them.
 
     Attributes:
         profiles_now: whether the step under way is profiled.
+        profiled_at: the last step that was, None before the first of this launch.
+        profiled_tokens: real tokens of a sample that ``layer_reports`` speak of: those of the last profile.
+        layer_reports: of the last profile.
+        step_reports: the same statistics, for a sequence of the last step's length: a layer may be sparse at one
+            length and dense at another.
     """
 
     def __init__(self, model: Iterable[nn.Module], dsv: DSVConfig, groups: DSVGroups, num_layers: int,
-                 recorder: Recorder) -> None:
+                 recorder: Recorder, profile_steps: ProfileSteps | None = None) -> None:
         self.dsv = dsv
         self.groups = groups
         self.num_layers = num_layers
         self.recorder = recorder
+        self._profile_steps = profile_steps
         found = [module for chunk in model for module in chunk.modules() if isinstance(module, DSVSelfAttention)]
         self.attentions = {module.layer_number: module for module in found}
         if len(self.attentions) < len(found):
@@ -83,17 +91,19 @@ class DSVController:
             clip_grad=dsv.dsv_predictor_clip_grad) if predictors else None
         self.num_tokens = 0
         self.profiled_at: int | None = None
+        self.profiled_tokens: int | None = None if profile_steps is None else profile_steps.longest
         self.layer_reports: list[LayerReport] = []
+        self.step_reports: list[LayerReport] = []
+        self._reports: dict[int, list[LayerReport]] = {}
         self._step: int | None = None
-        self._first_step: int | None = None
-        self._profile_first = False
+        self._lacks_profile = False
         self.profiles_now = False
 
     def begin_run(self) -> None:
         """To be called once, after a checkpoint is loaded and before the first step, by every rank.
 
-        If some layer of the model has no budget yet, the first step is profiled. The ranks agree on that here, since
-        collectives follow from it and pipeline stages reach a step's first forward one after the other.
+        If some layer of the model has no budget yet, the first step that may be profiled is. The ranks agree on that
+        here, since collectives follow from it and pipeline stages reach a step's first forward one after the other.
         """
         if self.optimizer is None:
             return
@@ -102,7 +112,9 @@ class DSVController:
         device = next(iter(layers)).linear_proj.weight.device
         flag = torch.tensor(missing, dtype=torch.int32, device=device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.groups.model)
-        self._profile_first = bool(flag.item())
+        self._lacks_profile = bool(flag.item())
+        if self._profile_steps is not None and self._profile_steps.words and torch.distributed.get_rank() == 0:
+            print(f" {self._profile_steps.words}", flush=True)
 
     def begin_micro_batch(self, step: int, num_tokens: int) -> None:
         """To be called before each training micro-batch's forward; acts once a step.
@@ -114,13 +126,17 @@ class DSVController:
         self.num_tokens = num_tokens
         if step == self._step:
             return
-        if self._first_step is None:
-            self._first_step = step
         self._step = step
-        self.profiles_now = self.optimizer is not None and (
-            step % self.dsv.dsv_profile_interval == 0 or (step == self._first_step and self._profile_first))
+        self.profiles_now = self.optimizer is not None and self._profile_is_due(step)
         for attention in self.attentions.values():
             attention.begin_step(step, profiles=self.profiles_now)
+
+    def _profile_is_due(self, step: int) -> bool:
+        return (profile_due(step, self.dsv.dsv_profile_interval, self._may_profile)
+                or (self._lacks_profile and self._may_profile(step)))
+
+    def _may_profile(self, step: int) -> bool:
+        return self._profile_steps is None or self._profile_steps.may_profile(step)
 
     def end_step(self) -> None:
         """To be called once a step, after the last backward and before the backbone's optimizer."""
@@ -133,23 +149,35 @@ class DSVController:
         self.recorder.record("dsv/predictor_skipped_layers", done.skipped_layers)
         if self.profiles_now:
             self._absorb_profiles()
-            self.profiled_at = self._step
-            self.layer_reports = self.report_layers()
-        elif not self.layer_reports:
-            self.layer_reports = self.report_layers()  # of the checkpoint that this launch resumed
+            self.profiled_at, self.profiled_tokens = self._step, self.num_tokens
+            self._lacks_profile = False
+            self._reports.clear()
+        # In a launch that resumed, before its first profile, of what the checkpoint holds.
+        self.layer_reports = self._report(self.num_tokens if self.profiled_tokens is None else self.profiled_tokens)
+        self.step_reports = self._report(self.num_tokens)
         for attention in self.attentions.values():
             left = attention.cache.clear()
             assert left == 0, f"layer {attention.layer_number} kept {left} selections that no backward asked for"
 
-    def report_layers(self) -> list[LayerReport]:
-        """All layers of the model, gathered over the pipeline; every rank must call it."""
+    def _report(self, num_tokens: int) -> list[LayerReport]:
+        """``report_layers``, asked once per length and profile."""
+        if num_tokens not in self._reports:
+            self._reports[num_tokens] = self.report_layers(num_tokens)
+        return self._reports[num_tokens]
+
+    def report_layers(self, num_tokens: int) -> list[LayerReport]:
+        """All layers of the model, gathered over the pipeline; every rank must call it.
+
+        Args:
+            num_tokens: real tokens of a sample; whether a layer attends sparsely depends on it.
+        """
         rows = torch.zeros(self.num_layers, 4, dtype=torch.float64)
         for number, attention in self.attentions.items():
             if attention.statistics is None:
                 continue
             means = attention.statistics.layer_means()
             rows[number - 1] = torch.tensor([
-                attention.selector.attends_sparsely(self.num_tokens), means["sparsity"],
+                attention.selector.attends_sparsely(num_tokens), means["sparsity"],
                 attention.selector.keep_ratio(), means["recall"]])
         device = next(iter(self.attentions.values())).linear_proj.weight.device
         rows = rows.to(device)

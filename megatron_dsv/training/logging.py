@@ -44,7 +44,7 @@ def install(run: TrainingRun) -> None:
             # Megatron's timer runs on after a launch's first step.
             work = work if kwargs.get("is_first_iteration") else _Work()
         if run.controller is not None and run.controller.profiled_at == iteration - 1:
-            _write_layers(run.controller.layer_reports, iteration)
+            _write_layers(run.controller.layer_reports, iteration, _of_videos(run))
             warning = low_recall_warning(run.dsv, run.controller.layer_reports)
             if warning is not None and not has_warned and training.is_last_rank():
                 print(warning, file=sys.stderr, flush=True)
@@ -100,7 +100,7 @@ def _kept_shares(run: TrainingRun) -> list[float] | None:
     window = None if run.step_layout is None else run.window_share(run.step_layout)
     if window is not None:
         return [window] * controller.num_layers
-    return [report.keep_ratio if report.sparse else 1.0 for report in controller.layer_reports] or None
+    return [report.keep_ratio if report.sparse else 1.0 for report in controller.step_reports] or None
 
 
 def _numbers(run: TrainingRun, work: _Work, seconds: float) -> dict[str, float]:
@@ -141,14 +141,21 @@ def _write(numbers: dict[str, float], iteration: int) -> None:
         wandb.log(numbers, iteration)
 
 
-def _write_layers(reports: list[LayerReport], iteration: int) -> None:
+def _of_videos(run: TrainingRun) -> str:
+    """Of which videos a profile is, where the data set has several lengths."""
+    assert run.controller is not None
+    several = run.profile_steps is not None and run.profile_steps.several
+    return f" (videos of {run.controller.profiled_tokens} tokens)" if several else ""
+
+
+def _write_layers(reports: list[LayerReport], iteration: int, of_videos: str) -> None:
     """The table of layers, after each profile."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 
     rows = "".join(
         f"\n   layer {report.layer:3d}  {'sparse' if report.sparse else 'dense ':6s}  sparsity {report.sparsity:.3f}  "
         f"keep {report.keep_ratio:.3f}  recall {report.recall:.3f}" for report in reports)
-    training.print_rank_last(f" profile at step {iteration}:{rows}")
+    training.print_rank_last(f" profile at step {iteration}{of_videos}:{rows}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     numbers = {of_layer(name, report.layer): float(getattr(report, name.removeprefix("dsv/"))) for report in reports
                for name, metric in METRICS.items() if metric.per_layer}

@@ -96,7 +96,8 @@ def _train(args: Any) -> None:
                             None if run.cp is None else run.cp.store)
         groups = DSVGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, pipeline=pg_collection.pp,
                            model=pg_collection.mp, context_size=pg_collection.cp.size())
-        run.controller = controller = DSVController([model], run.dsv, groups, args.num_layers, run.recorder)
+        run.controller = controller = DSVController([model], run.dsv, groups, args.num_layers, run.recorder,
+                                                    run.profile_steps)
         run.planning = build_planning(run, controller)
         run.trace = build_trace(run, controller)
         finalize = run.finite_steps.finalize_with(finalize_model_grads, lambda: args.curr_iteration + 1)

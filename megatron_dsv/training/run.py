@@ -26,6 +26,7 @@ from megatron_dsv.training.cp_runtime import CPRuntime, redraw_plan
 from megatron_dsv.training.dsv_controller import DSVController
 from megatron_dsv.training.finite_steps import FiniteSteps
 from megatron_dsv.training.loss_bins import LossBins
+from megatron_dsv.training.profile_steps import ProfileSteps
 from megatron_dsv.training.sparsity_trace import SparsityTrace
 
 _PADDING_WORTH_A_LINE = 0.5
@@ -102,6 +103,13 @@ class TrainingRun:
     def device(self) -> torch.device:
         """Where batches go."""
         return cpu.current_device()
+
+    @functools.cached_property
+    def profile_steps(self) -> ProfileSteps | None:
+        """Which steps may be profiled; None without predictors."""
+        if not self.dsv.has_predictor:
+            return None
+        return ProfileSteps(self.args, self.latents, lambda shape: self.num_tokens(shape[1:]))
 
     @property
     def counts_samples(self) -> bool:

@@ -113,9 +113,14 @@ def test_mixed_shapes(train, mixed_latents, tmp_path):
     shapes = re.findall(r"SHAPE (.*)", one.output[0])
     assert len(shapes) == 7 * 2
     assert len(set(shapes)) == 3, "seven steps must meet all three shapes"
+    # Videos of 72 and 70 tokens, and images of 20, of which no profile is taken.
+    profiles = re.findall(r" profile at step (\d+)( .*)?:", one.output[0])
+    assert len(profiles) >= 2
+    assert {words for _, words in profiles} <= {" (videos of 72 tokens)", " (videos of 70 tokens)"}
     for layout in ("", PP2, f"{TP2} --sequence-parallel"):
         log = run(f"{flags} --load {tmp_path} {layout}", 2, main=printing_shapes)
         _same(log, one)
+        assert re.findall(r" profile at step (\d+)( .*)?:", log.output[-1]) == profiles
         steps = [re.findall(r"SHAPE (.*)", output) for output in log.output]
         assert steps[0] == steps[1] == (shapes if layout else shapes[::2])
 

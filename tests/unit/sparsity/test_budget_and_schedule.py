@@ -19,6 +19,8 @@ from megatron_dsv.sparsity.schedule import (
     attends_sparsely,
     decode_states,
     encode_states,
+    profile_due,
+    profiled_lengths,
 )
 
 NAN = float("nan")
@@ -120,3 +122,39 @@ def test_stages():
 def test_schedule_misuse_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("samples", "profiled"), [
+    ({72: 1}, {72}),
+    ({24: 14, 864: 6}, {864}),
+    # Aspect ratios of one size are one class, whichever is the longest.
+    ({24: 900, 840: 5, 864: 1, 1200: 1}, {840, 864, 1200}),
+    # One long outlier must not keep the gate waiting: 9,000 x 1,000^2 is more than 1 x 30,000^2.
+    ({1000: 9000, 30000: 1}, {1000}),
+    ({1000: 9000, 30000: 20}, {30000}),
+    ({1000: 900, 30000: 1}, {30000}),
+])
+def test_the_lengths_that_attention_spends_most_on_are_profiled(samples, profiled):
+    assert profiled_lengths(samples) == profiled
+
+
+def test_without_samples_there_is_no_length_to_profile():
+    with pytest.raises(ValueError, match="needs a sample and a span of at least 1"):
+        profiled_lengths({})
+
+
+def test_a_run_of_one_length_is_profiled_at_every_interval():
+    for interval in (1, 2, 7, 50):
+        assert all(profile_due(step, interval, lambda step: True) == (step % interval == 0) for step in range(120))
+
+
+@settings(max_examples=100, deadline=None)
+@given(long=st.lists(st.booleans(), min_size=1, max_size=60), interval=st.integers(1, 12))
+def test_a_due_profile_waits_for_its_length(long, interval):
+    waits, expected = False, []
+    for step, has_length in enumerate(long):
+        waits = waits or step % interval == 0
+        expected.append(waits and has_length)
+        waits = waits and not has_length
+    # Asked for each step by itself, as a resumed run asks.
+    assert [profile_due(step, interval, long.__getitem__) for step in range(len(long))] == expected

@@ -14,7 +14,7 @@ DSV = {"dsv_sparse_stage": "auto", "dsv_q_block_size": 16, "dsv_kv_block_size": 
        "dsv_gate_passes": 1}
 
 
-def _controller(tensor_parallel):
+def _controller(tensor_parallel, profile_steps=None):
     groups = initialize(tensor_parallel=tensor_parallel)
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +25,8 @@ def _controller(tensor_parallel):
     dsv = DSVConfig(**DSV)
     block = TransformerBlock(transformer_config(TransformerConfig, tensor_parallel=tensor_parallel),
                              get_dsv_layer_spec(dsv), pg_collection=groups)
-    return DSVController([block], dsv, DSVGroups(groups.dp_cp, groups.tp, groups.pp, groups.mp), 2, Recorder())
+    return DSVController([block], dsv, DSVGroups(groups.dp_cp, groups.tp, groups.pp, groups.mp), 2, Recorder(),
+                         profile_steps)
 
 
 def _decide(tensor_parallel, recalls):
@@ -98,3 +99,33 @@ def _bad_gradient_of_one_stage():
 
 def test_every_rank_counts_the_skipped_layers_of_all_stages():
     assert run_ranks(_bad_gradient_of_one_stage, 2) == [2, 2]
+
+
+def _steps_of_two_lengths():
+    """An image, a video, an image, a video: what is profiled, and what the reports speak of."""
+    from types import SimpleNamespace
+
+    from megatron_dsv.sparsity.profile import GroupProfile
+
+    lengths = [16, 64, 16, 64]
+    steps = SimpleNamespace(longest=64, words=None, may_profile=lambda step: lengths[step] == 64)
+    controller = _controller(1, steps)
+    for attention in controller.attentions.values():
+        attention.selector.attends_sparsely = lambda tokens: tokens == 64
+    controller.begin_run()
+    seen = []
+    for step, tokens in enumerate(lengths):
+        controller.begin_micro_batch(step, tokens)
+        if controller.profiles_now:
+            for attention in controller.attentions.values():
+                heads = len(attention.selector.query_heads)
+                attention.statistics.add(GroupProfile(torch.full((3, heads), 0.5), torch.ones(3, heads)))
+        controller.end_step()
+        seen.append((controller.profiled_at, controller.layer_reports[0].sparse, controller.step_reports[0].sparse))
+    return seen
+
+
+def test_profiles_and_reports_are_of_the_long_videos():
+    """The one due in step 0 waits for step 1; between profiles, kept shares are of the step's own length."""
+    assert run_ranks(_steps_of_two_lengths, 1) == [[(None, True, False), (1, True, True), (1, True, False),
+                                                    (1, True, True)]]

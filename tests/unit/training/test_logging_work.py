@@ -16,7 +16,7 @@ LAYOUT = TokenLayout((21, 30, 52), (4, 4, 4), 64)
 
 def kept(attention: str, *layers: tuple[bool, float]) -> list[float] | None:
     reports = [LayerReport(number, sparse, 0.5, keep, 0.9) for number, (sparse, keep) in enumerate(layers, start=1)]
-    run = SimpleNamespace(controller=SimpleNamespace(num_layers=3, layer_reports=reports), step_layout=LAYOUT,
+    run = SimpleNamespace(controller=SimpleNamespace(num_layers=3, step_reports=reports), step_layout=LAYOUT,
                           dsv=DSVConfig(dsv_attention=attention, dsv_sparse_stage="dense"))
     run.window_share = functools.partial(TrainingRun.window_share, run)
     return _kept_shares(run)
