@@ -18,7 +18,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv.training import model_identity
-from megatron_dsv.training.checkpoint_files import CheckpointError, common_state, stored_shapes, verify_checksums
+from megatron_dsv.training.checkpoint_files import (
+    CheckpointError,
+    common_state,
+    host_trouble,
+    stored_shapes,
+    verify_checksums,
+)
 from megatron_dsv.transformer.fp32 import KeepsPrecision
 
 DSV_PARTS = (".self_attention.predictor.", ".self_attention.statistics.")
@@ -32,7 +38,8 @@ def check_before_build(args: argparse.Namespace) -> Any:
         The arguments of the run that this launch resumes; None if it begins a run of its own.
 
     Raises:
-        CheckpointError: truncated files, another model, or an optimizer's state of another kind.
+        CheckpointError: truncated files, another model, an optimizer's state of another kind, or a folder out of
+            this host's reach.
     """
     flag, root = _source(args, "load")
     try:
@@ -50,6 +57,8 @@ def check_before_build(args: argparse.Namespace) -> Any:
         return saved
     except CheckpointError as error:
         raise CheckpointError(f"{flag} {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{flag} {root} {host_trouble(error) or f'cannot be read: {error}'}") from error
 
 
 def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
@@ -188,7 +197,7 @@ def _agree(flag: str, check: Callable[[], bool]) -> bool:
     except CheckpointError as error:
         mine = (False, str(error))
     except Exception as error:  # on one rank alone it would leave the others waiting
-        mine = (False, f"cannot be read: {type(error).__name__}: {error}")
+        mine = (False, f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())}")
     results: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(results, mine)
     errors = [error for _, error in results if error]

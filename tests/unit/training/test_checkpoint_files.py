@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv.training import checkpoint_files
 from megatron_dsv.training.checkpoint_files import CheckpointError, verify_checksums
@@ -90,6 +91,76 @@ def test_tables_that_cannot_be_read(folder):
     (folder / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match=r"its metadata\.json is missing"):
         checkpoint_files.stored_shapes(folder)
+
+
+def _fails(error, *, after: int = 0):
+    """A function that fails after so many calls, which give 200 bytes each."""
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > after:
+            raise error
+        return b"x" * 200
+    return fail
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(5, "Input/output error"), r"cannot be read on this host \(OSError: \[Errno 5\] Input/output error\); "),
+    (PermissionError(13, "Permission denied"), r"cannot be read on this host \(PermissionError: .*denied\); launch "),
+    (MemoryError(), r"cannot be read for want of memory on this host \(MemoryError\); launch again with more"),
+    (ModuleNotFoundError("No module named 'x'"), r"needs what is not installed on this host \(.*'x'\); install it, "),
+])
+def test_what_the_host_lacks_is_no_damage(folder, monkeypatch, error, words):
+    def refused(look, *rest):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            look(folder, *rest)
+        assert "damaged" not in str(caught.value)
+        assert "complete" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.dist_checkpointing, "load_common_state_dict", _fails(error))
+        refused(checkpoint_files.common_state)
+        failures = CheckpointException("load", {0: (error, None)})
+        patch.setattr(checkpoint_files.dist_checkpointing, "load_common_state_dict", _fails(failures))
+        refused(checkpoint_files.common_state)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.dist_checkpointing, "check_is_distributed_checkpoint", _fails(error))
+        refused(checkpoint_files.stored_shapes)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.FileSystemReader, "read_metadata", _fails(error))
+        refused(checkpoint_files.stored_shapes)
+    if isinstance(error, OSError):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "is_file", _fails(error))
+            refused(checkpoint_files.stored_shapes)
+
+
+class _Disk:
+    """An open file whose reads fail after the first few."""
+
+    def __init__(self, good: int) -> None:
+        self.read = _fails(OSError(5, "Input/output error"), after=good)
+
+    def seek(self, position: int) -> int:
+        return position
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_an_error_of_the_disk_is_no_damage(folder, monkeypatch, good):
+    """Also where zipfile takes it for an archive without an end."""
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **named: _Disk(good) if path.suffix == ".distcp" else opened(
+        path, *rest, **named))
+    with pytest.raises(CheckpointError, match=r"distcp cannot be read on this host \(OSError: \[Errno 5\] Input/"):
+        verify_checksums(folder, _everything)
 
 
 def test_no_common_state(folder):
