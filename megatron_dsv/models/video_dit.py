@@ -141,7 +141,9 @@ class VideoDiT(MegatronModule):
         positions = _chunk(whole, self.cp_group)
         if self.dit.dit_position == "sincos":
             return None, sincos_embedding(positions, self.config.hidden_size)
-        return rope_tables(positions, self.config.kv_channels, self.config.dsv.dsv_predictor_rank,
+        # Predictors that read queries and keys find them rotated.
+        rotated = self.config.dsv.has_predictor and self.config.dsv.dsv_predictor_input == "hidden"
+        return rope_tables(positions, self.config.kv_channels, self.config.dsv.dsv_predictor_rank if rotated else 0,
                            whole if self.cp_group.size() > 1 else None), None
 
     def _initialise(self) -> None:

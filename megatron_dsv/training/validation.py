@@ -212,6 +212,12 @@ def _check_model(args: argparse.Namespace) -> None:
     if args.dit_position == "rope" and head_dim < 6:
         raise ValueError(f"--dit-position rope needs a head size of at least 6, two channels for each of the three "
                          f"axes, got {head_dim}; use --dit-position sincos")
+    rotated = args.dit_position == "rope" and from_args(DSVConfig, args).has_predictor and \
+        args.dsv_predictor_input == "hidden"
+    if rotated and args.dsv_predictor_rank % 2:
+        raise ValueError("--dsv-predictor-rank must be even with --dit-position rope, which rotates pairs of channels, "
+                         f"got {args.dsv_predictor_rank}; use {args.dsv_predictor_rank + 1}, or --dsv-predictor-input "
+                         "qk")
     if args.dit_position == "sincos" and args.hidden_size < 6:
         raise ValueError(f"--dit-position sincos needs --hidden-size of at least 6, got {args.hidden_size}")
 

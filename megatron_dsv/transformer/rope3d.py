@@ -53,7 +53,7 @@ def rotation_table(positions: Tensor, dim: int, theta: float = 10000.0) -> tuple
 
 
 def rope_tables(positions: Tensor, head_dim: int, predictor_rank: int, whole: Tensor | None = None) -> RopeTables:
-    """Tables for heads of ``head_dim`` and predictors of ``predictor_rank`` at ``positions`` [s, 3].
+    """Tables for heads of ``head_dim`` and predictors of ``predictor_rank``, 0 for none, at ``positions`` [s, 3].
 
     ``whole`` [S, 3] are the positions of the whole sequence; None if ``positions`` are.
     """

@@ -157,6 +157,21 @@ def test_padding_and_token_order_change_no_prediction_of_a_dense_model():
     run_ranks(_token_order_changes_nothing, 1)
 
 
+def _an_odd_rank_that_nothing_rotates():
+    groups = initialize()
+    base = _model(groups, {"dsv_q_block_size": 16})
+    inputs = _inputs(SHAPE)
+    expected = _run(base, inputs)
+    for dsv in ({}, {"dsv_sparse_stage": "predictor", "dsv_predictor_input": "qk"}):
+        other = _model(groups, {"dsv_q_block_size": 16, "dsv_predictor_rank": 7} | dsv, like=base)
+        _assert_same(_run(other, inputs), expected, str(dsv))
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_rank_is_free_where_no_predictor_is_rotated():
+    run_ranks(_an_odd_rank_that_nothing_rotates, 1)
+
+
 def _odd_shapes_are_finite():
     groups = initialize()
     stages = {"dense": {}, "predictor": {}, "sparse": {"dsv_keep_ratio": 0.4}, "auto": {}}

@@ -161,6 +161,14 @@ def test_combinations(refused, changes, words):
     assert words in refused(**changes)
 
 
+def test_a_rank_is_even_where_predictors_are_rotated(refused, parsed):
+    odd = {"dsv_predictor_rank": 7, "dsv_sparse_stage": "predictor"}
+    assert refused(**odd) == ("--dsv-predictor-rank must be even with --dit-position rope, which rotates pairs of "
+                              "channels, got 7; use 8, or --dsv-predictor-input qk")
+    for free in ({"dsv_sparse_stage": "dense"}, {"dsv_predictor_input": "qk"}, {"dit_position": "sincos"}):
+        validation.validate(argparse.Namespace(**vars(parsed) | odd | free), check_files=False)
+
+
 def test_steps_between_checkpoints_may_be_skipped(parsed):
     """So may the last one, which the run saves at its end."""
     for changes in ({"save": "runs/x", "save_interval": 4, "exit_interval": 8}, {"save_interval": 5}):
