@@ -31,11 +31,30 @@ DSV_PARTS = (".self_attention.predictor.", ".self_attention.statistics.")
 LAYERS = "decoder.layers."
 
 
+def found(args: argparse.Namespace) -> tuple[str, Path | None]:
+    """The flag by which a launch finds its checkpoint, and the folder of the iteration; None if it finds none.
+
+    Raises:
+        CheckpointError: as ``checkpoint_folder``.
+    """
+    flag, root = _source(args, "load")
+    return flag, checkpoint_folder(root, args.ckpt_step)
+
+
+def begins_run(args: argparse.Namespace, flag: str) -> bool:
+    """Whether the checkpoint of ``flag`` gives weights alone, to a run of their own that it is not compared with.
+
+    Megatron takes a pretrained checkpoint as it takes any under --finetune.
+    """
+    return args.finetune or flag != "--load"
+
+
 def check_before_build(args: argparse.Namespace) -> Any:
     """Looks at what this launch would load, on every rank for itself, before anything is built.
 
     Returns:
-        The arguments of the run that this launch resumes; None if it begins a run of its own.
+        The arguments of the run that this launch resumes; None if it begins a run of its own, or the checkpoint does
+        not hold them.
 
     Raises:
         CheckpointError: truncated files, another model, an optimizer's state of another kind, or a folder out of
@@ -48,8 +67,7 @@ def check_before_build(args: argparse.Namespace) -> Any:
             return None
         stored_shapes(folder)
         saved = common_state(folder).get("args")
-        # Megatron takes a pretrained checkpoint as it takes any under --finetune: as weights, for a run of their own.
-        if saved is None or args.finetune or flag != "--load":
+        if saved is None or begins_run(args, flag):
             return None
         model_identity.check_model(saved, args, str(folder))
         if not (args.no_load_optim or getattr(saved, "no_save_optim", False)):
@@ -80,7 +98,7 @@ def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Call
                     return True  # Megatron starts from scratch
                 raise CheckpointError(f"{root} holds no checkpoint; give the folder that a run saved to")
             with_dsv = inspect_checkpoint(folder, models)
-            weights_alone = args.no_load_optim or args.finetune or flag != "--load"
+            weights_alone = args.no_load_optim or begins_run(args, flag)
             verify_checksums(folder, lambda key: not (weights_alone and key.startswith("optimizer.")),
                              part=torch.distributed.get_rank(), parts=torch.distributed.get_world_size())
             return with_dsv

@@ -58,10 +58,11 @@ def run(argv: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         job = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
     job.check_data()
-    _check_resume(args, job, checkpoint_guard.check_before_build(args))
+    resumed = checkpoint_guard.check_before_build(args)
+    _check_resume(args, job, resumed)
     print(f"{args.world_size} ranks = {layout_of(args)}, global batch {args.global_batch_size}, stage "
           f"{args.dsv_sparse_stage}")
-    print(_checkpoint_line(args))
+    print(_checkpoint_line(args, resumed))
     lengths: dict[int, list[Any]] = {}
     for shape, records in job.latents.buckets.items():
         lengths.setdefault(job.layout(shape[1:]).padded_length, []).append((shape, len(records)))
@@ -204,10 +205,10 @@ def _check_resume(args: argparse.Namespace, job: Any, saved: argparse.Namespace 
     from megatron_dsv.data.holdout import split_buckets
     from megatron_dsv.platform import resume_schedule
     from megatron_dsv.training.checkpoint_files import common_state
-    from megatron_dsv.training.checkpoint_guard import checkpoint_folder
+    from megatron_dsv.training.checkpoint_guard import found
     from megatron_dsv.training.datasets import check_order
 
-    folder = None if saved is None else checkpoint_folder(args.load, args.ckpt_step)
+    _, folder = found(args)
     if saved is None or folder is None:
         return
     if not args.no_load_optim:
@@ -216,12 +217,16 @@ def _check_resume(args: argparse.Namespace, job: Any, saved: argparse.Namespace 
     check_order(args, len(train), getattr(saved, "consumed_train_samples", 0))
 
 
-def _checkpoint_line(args: argparse.Namespace) -> str:
-    from megatron_dsv.training.checkpoint_guard import checkpoint_folder
+def _checkpoint_line(args: argparse.Namespace, resumed: Any) -> str:
+    """What was found, and whether it was compared: ``resumed`` are the arguments that it was compared with, or None."""
+    from megatron_dsv.training.checkpoint_guard import begins_run, found
 
-    for flag, root in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
-        folder = checkpoint_folder(root, args.ckpt_step if flag == "--load" else None)
-        if folder is not None:
-            return (f"checkpoint: {folder} of {flag}, of this model (left to the launch: shapes, checksums and "
-                    "predictors of its tensors)")
-    return "checkpoint: none, the run starts from scratch"
+    flag, folder = found(args)
+    if folder is None:
+        return "checkpoint: none, the run starts from scratch"
+    if resumed is not None:
+        return (f"checkpoint: {folder} of {flag}, of this model (left to the launch: shapes, checksums and predictors "
+                "of its tensors)")
+    why = "its weights begin a run of their own" if begins_run(args, flag) else "it does not say its flags"
+    return (f"checkpoint: {folder} of {flag}, not compared with this model, as {why} (left to the launch: shapes, "
+            "checksums and predictors of its tensors)")

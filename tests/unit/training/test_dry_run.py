@@ -1,11 +1,12 @@
 """A launch is tried without ranks: what it would refuse, and what it would take."""
 
 import re
+from argparse import Namespace
 
 import pytest
 
 from megatron_dsv.testing.latents import write_latents
-from megatron_dsv.training import dry_run
+from megatron_dsv.training import checkpoint_guard, dry_run
 from megatron_dsv.training.arguments import HostError
 from megatron_dsv.training.main import main
 
@@ -126,6 +127,27 @@ def test_data_folders_and_checkpoints_are_looked_at(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--save must be a folder, got .*, which is a file"):
         dry_run.run(flags(data, "--dry-run-gpus", "1", "--save", str(tmp_path / "file"), "--save-interval", "1"))
+
+
+@pytest.mark.parametrize(("source", "more", "saved", "words"), [
+    ("load", {}, True, "iter_0000007 of --load, of this model (left to the launch: "),
+    ("load", {"ckpt_step": 5}, True, "iter_0000005 of --load, of this model (left"),
+    ("load", {}, False, "iter_0000007 of --load, not compared with this model, as it does not say its flags (left to"),
+    ("load", {"finetune": True}, True,
+     "iter_0000007 of --load, not compared with this model, as its weights begin a run of their own (left to"),
+    ("pretrained_checkpoint", {"ckpt_step": 5}, True,
+     "iter_0000005 of --pretrained-checkpoint, not compared with this model, as its weights begin a run of their own"),
+])
+def test_what_is_said_of_a_checkpoint_was_looked_at(tmp_path, monkeypatch, source, more, saved, words):
+    for step in (5, 7):
+        (tmp_path / f"iter_000000{step}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    monkeypatch.setattr(checkpoint_guard, "stored_shapes", lambda folder: {})
+    monkeypatch.setattr(checkpoint_guard, "common_state", lambda folder: {"args": Namespace()} if saved else {})
+    monkeypatch.setattr(checkpoint_guard.model_identity, "check_model", lambda *_: None)
+    args = Namespace(**{"load": None, "pretrained_checkpoint": None, "ckpt_step": None, "finetune": False,
+                        "no_load_optim": True, source: str(tmp_path)} | more)
+    assert words in dry_run._checkpoint_line(args, checkpoint_guard.check_before_build(args))
 
 
 @pytest.mark.parametrize(("argv", "environment", "ranks"), [
