@@ -47,3 +47,12 @@ def make_video() -> Callable[..., Path]:
         return path
 
     return make
+
+
+@pytest.fixture
+def small_videos(tmp_path: Path, make_video: Callable[..., Path]) -> Path:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for number in range(3):
+        make_video(folder / f"clip_{number}.mp4", 12, height=32, width=48, seed=number)
+    return folder
