@@ -14,6 +14,7 @@ rank selects. Coverage, not density, is what travels: groups that select differe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -311,7 +312,7 @@ def _members(topo: Topology, split: Split, of_heads: bool) -> tuple[int, int]:
     """(size of the groups, how many of a group's ranks lie in one node at least)."""
     size = split.g_h if of_heads else split.g_s
     stride = 1 if (split.layout == "h_inner") == of_heads else split.size // size
-    return size, max(1, min(size, topo.cp_per_node // stride))
+    return size, math.gcd(size, topo.cp_per_node) if stride == 1 else max(1, min(size, topo.cp_per_node // stride))
 
 
 def sums(terms: Terms, units: Sequence[int]) -> Load:

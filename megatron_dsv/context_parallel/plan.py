@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,8 +40,11 @@ class Topology(NamedTuple):
 
     @property
     def cp_per_node(self) -> int:
-        """Context-parallel ranks of one group that lie in one node; at least 1."""
-        return max(1, min(self.cp, self.domain // self.tp))
+        """Neighbouring context-parallel ranks that share a node in every group of the job; divides ``cp``.
+
+        Groups lie one behind the other, so of 12 ranks on nodes of 8 a group has 8 or 4 in a node: blocks of 4 always.
+        """
+        return math.gcd(self.cp, self.domain // self.tp) if self.domain % self.tp == 0 else 1
 
     @property
     def words(self) -> str:

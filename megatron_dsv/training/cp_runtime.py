@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,8 +46,8 @@ def build_cp_runtime(args: argparse.Namespace, dsv: DSVConfig, dit: VideoDiTConf
     topo = topology_of(args)
     device = cpu.current_device()
     manager = CPGroupManager(
-        groups.cp, node_ranks=math.gcd(topo.cp, max(1, topo.domain // topo.tp)), backing=dsv.dsv_cp_groups,
-        device=device, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+        groups.cp, node_ranks=topo.cp_per_node, backing=dsv.dsv_cp_groups, device=device,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes))
     layers, units = args.num_layers, args.num_attention_heads // topo.tp
     lengths = [latent_layout(tuple(shape[1:]), dit, dsv, topo.tp, topo.cp).padded_length
                for shape in args.latent_shapes]

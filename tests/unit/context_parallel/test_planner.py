@@ -12,6 +12,7 @@ from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.cost_model import (
     AttentionShape,
     CostModel,
+    _members,
     a2a_ns,
     backward_ns,
     block_cost,
@@ -19,6 +20,7 @@ from megatron_dsv.context_parallel.cost_model import (
     sums,
 )
 from megatron_dsv.context_parallel.geometry import Split, splits
+from megatron_dsv.context_parallel.groups import families
 from megatron_dsv.context_parallel.head_assignment import GREEDY, assign, lower_bound
 from megatron_dsv.context_parallel.kernel_rates import FittedKernels, MeasuredKernels
 from megatron_dsv.context_parallel.plan import CPPlan, Topology, exchanges
@@ -50,6 +52,29 @@ def stats(units, seed, sigma=0.9, mean=0.08, group=1, tokens=131072, pattern="cl
     sizes = [2**k for k in range(7)]
     return BlockStats(density, modelled_coverage(density, group, tokens=tokens, q_block=64, pattern=pattern,
                                                  sizes=sizes))
+
+
+def ranks_inside(topo, split, of_heads, groups):
+    """Over all ranks of so many context-parallel groups: the fewest members of a rank's subgroup on its own node."""
+    members = families(split)[0 if of_heads else 1].members
+    nodes = [[(group * topo.cp + rank) * topo.tp // topo.domain for rank in range(topo.cp)] for group in range(groups)]
+    return min(sum(node[other] == node[rank] for other in members(rank, topo.cp)) for node in nodes
+               for rank in range(topo.cp))
+
+
+def test_no_more_ranks_are_taken_to_share_a_node_than_do():
+    for cp, domain, tp in itertools.product(range(2, 13), (1, 2, 4, 6, 8), (1, 2, 3)):
+        topo = Topology(cp, tp, domain=domain)
+        # As the process groups have it: blocks of neighbours that divide a group and never leave a node.
+        assert cp % topo.cp_per_node == 0
+        for split, of_heads in itertools.product(splits(cp, cp), (False, True)):
+            inside = _members(topo, split, of_heads)[1]
+            assert 1 <= inside <= ranks_inside(topo, split, of_heads, domain), (topo, split, of_heads)
+    assert Topology(12, domain=8).cp_per_node == 4
+    assert _members(Topology(12, domain=8), Split(1, 12), False) == (12, 4)
+    assert _members(Topology(16, domain=8), Split(1, 16), False) == (16, 8)
+    # Tensor-parallel groups of 3 do not fill a node of 8.
+    assert Topology(4, tp=3, domain=8).cp_per_node == 1
 
 
 def exact(terms, g_h):
