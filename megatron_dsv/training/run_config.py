@@ -51,8 +51,8 @@ def install(args: argparse.Namespace) -> None:
 def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Path | None:
     """Write ``config.yaml``, ``resolved.yaml`` and a line of ``launches.txt``; rank 0 only.
 
-    ``config.yaml`` is the merged result of files and flags, with absolute paths, and repeats the run from any folder
-    with ``--config config.yaml``;
+    ``config.yaml`` is the merged result of files and flags, with absolute paths: ``--config config.yaml`` launches the
+    same from any folder, and so resumes a run whose ``--load`` is its own ``--save``; other folders repeat it.
     ``resolved.yaml`` is every argument after validation; ``launches.txt`` gains a line per launch.
 
     Args:

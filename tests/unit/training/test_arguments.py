@@ -1,5 +1,7 @@
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -7,6 +9,7 @@ import yaml
 from megatron_dsv.training import arguments
 from megatron_dsv.training.run_config import write_run_config
 
+ROOT = Path(__file__).resolve().parents[3]
 BASE = ["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4",
         "--latent-data", "x"]
 
@@ -237,6 +240,19 @@ def test_the_written_config_holds_from_any_folder(tmp_path, monkeypatch):
     assert again.latent_data == str(tmp_path / "data")
     assert again.save == str(tmp_path / "launch" / "runs" / "x")
     assert again.tensorboard_dir == "msc://logs/x"
+
+
+def test_a_run_is_repeated_as_the_readme_says(tmp_path, monkeypatch):
+    """Its configuration holds the folders that it saves to and loads from."""
+    monkeypatch.chdir(tmp_path)
+    args = dry("--save", "runs/first", "--load", "runs/first", "--save-interval", "1", "--tensorboard-dir",
+               "runs/first/tensorboard")
+    write_run_config(args)
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"`(--config runs/first/config\.yaml --save [^`]*)` repeats it", readme).group(1)
+    again = arguments.dry_parse(command.split(), 1)
+    assert (again.save, again.load, again.tensorboard_dir) == ("runs/second", "runs/second", "runs/second/tensorboard")
+    assert not [key for key, value in again.launch_settings.items() if "first" in str(value)]
 
 
 @pytest.mark.parametrize(("flag", "given", "repeated"), [
