@@ -40,7 +40,10 @@ class DSVConfig:
     dsv_predictor_clip_grad: float = knob(
         1.0, "gradient norm the predictors are clipped to, apart from the backbone; 0 switches clipping off.",
         minimum=0)
-    dsv_predictor_loss_weight: float = knob(1.0, "factor on the predictor loss.", minimum=0)
+    dsv_predictor_loss_weight: float = knob(
+        1.0, "factor on the predictors' gradients before they are clipped. AdamW divides a constant factor out again, "
+        "so it shifts what --dsv-predictor-clip-grad cuts and little else; how fast they learn is --dsv-predictor-lr. "
+        "0 leaves them untrained.", minimum=0)
     dsv_predictor_cosine_weight: float = knob(
         0.95, "weight of 1 - cos(predicted row, true row) in the predictor loss.", minimum=0)
     dsv_predictor_norm_weight: float = knob(
