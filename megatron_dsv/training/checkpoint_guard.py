@@ -79,6 +79,16 @@ def check_before_build(args: argparse.Namespace) -> Any:
         raise CheckpointError(f"{flag} {root} {host_trouble(error) or f'cannot be read: {error}'}") from error
 
 
+def loaded_arguments(args: argparse.Namespace) -> Any:
+    """Arguments of the run whose checkpoint this launch loads, to resume it or for its weights; None without one.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    folder = checkpoint_folder(_source(args, "load")[1], args.ckpt_step)
+    return None if folder is None else common_state(folder).get("args")
+
+
 def guard(load_checkpoint: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
     """Megatron's ``load_checkpoint`` with a look at the checkpoint before it.
 

@@ -87,16 +87,18 @@ class CPPlanning:
         """Where messages live."""
         return self.runtime.manager.device
 
-    def begin_run(self, stored: str | None, step: int) -> None:
+    def begin_run(self, stored: str | None, step: int, *, measured_otherwise: bool = False) -> None:
         """Takes up the plan of the checkpoint, or solves the first one; after the checkpoint is loaded.
 
         Args:
             stored: the record among the checkpoint's arguments; None if there is none. What the first rank read counts.
             step: finished steps of the run.
+            measured_otherwise: the checkpoint's selections were of other groups, blocks or budgets; here, too, what
+                the first rank read counts.
         """
-        text = json.loads(self._broadcast(json.dumps(stored).encode()))
+        text, otherwise = json.loads(self._broadcast(json.dumps([stored, measured_otherwise]).encode()))
         if text:
-            found, reason = self._restored(text)
+            found, reason = self._restored(text, otherwise)
             by = -1
             if found is not None:
                 decision = self._propose(found.plan)
@@ -146,7 +148,7 @@ class CPPlanning:
         else:
             self._remember(step=self.record.replanned_at)
 
-    def _restored(self, text: str) -> tuple[PlanningRecord | None, str]:
+    def _restored(self, text: str, measured_otherwise: bool) -> tuple[PlanningRecord | None, str]:
         """(the record whose plan this job could take up, why it cannot); statistics are taken up in any case."""
         try:
             found = PlanningRecord.read(text)
@@ -154,8 +156,9 @@ class CPPlanning:
             return None, str(error)
         self.replanner.last_version = found.plan.version
         others = found.plan.kv_blocks - {self.dsv.dsv_kv_block_size}
-        if not others and all(layer < self.layers and all(len(row) == self.kv_heads for row in rows.values())
-                              for layer, rows in found.coverage.items()):
+        if not others and not measured_otherwise and all(
+                layer < self.layers and all(len(row) == self.kv_heads for row in rows.values())
+                for layer, rows in found.coverage.items()):
             self.record.coverage = found.coverage
         if found.calibration == self.replanner.calibration_digest:
             self.record.corrections = self.replanner.corrections = found.corrections
@@ -167,6 +170,8 @@ class CPPlanning:
         if others:
             return None, (f"it was made for key blocks of {', '.join(map(str, sorted(others)))}, the job selects "
                           f"blocks of {self.dsv.dsv_kv_block_size}")
+        if measured_otherwise:
+            return None, "the statistics that it was solved from are measured anew"
         if found.plan.buckets != self.replanner.buckets:
             return None, "it was made for other sequence lengths than those of the data set"
         return found, ""

@@ -5,6 +5,7 @@ Dims: h heads of one tensor-parallel rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.metrics import Recorder
+from megatron_dsv.sparsity.profile import FIELDS as STATISTICS
 from megatron_dsv.sparsity.profile import GroupProfile, update_running
 from megatron_dsv.sparsity.schedule import LayerState, Stage, advance, profile_due
+from megatron_dsv.training.model_identity import MeasuredOtherwise
 from megatron_dsv.training.predictor_optimizer import PredictorOptimizer
 from megatron_dsv.training.profile_steps import ProfileSteps
 from megatron_dsv.transformer.self_attention import DSVSelfAttention
@@ -99,22 +102,42 @@ class DSVController:
         self._lacks_profile = False
         self.profiles_now = False
 
-    def begin_run(self) -> None:
+    def begin_run(self, others: MeasuredOtherwise | None = None) -> None:
         """To be called once, after a checkpoint is loaded and before the first step, by every rank.
 
-        If some layer of the model has no budget yet, the first step that may be profiled is. The ranks agree on that
-        here, since collectives follow from it and pipeline stages reach a step's first forward one after the other.
+        If some layer of the model has no budget yet, or statistics that are not of this run's measure, the first step
+        that may be profiled is. The ranks agree on that here, since collectives follow from it and pipeline stages
+        reach a step's first forward one after the other.
+
+        Args:
+            others: statistics of the checkpoint that this run must not take over; they are forgotten.
         """
         if self.optimizer is None:
             return
         layers = self.attentions.values()
-        missing = [any(attention.selector.budgets(1) is None for attention in layers)]
+        missing = any(attention.selector.budgets(1) is None for attention in layers)
+        forgotten = frozenset[str]() if others is None else others.statistics
         device = next(iter(layers)).linear_proj.weight.device
-        flag = torch.tensor(missing, dtype=torch.int32, device=device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.groups.model)
-        self._lacks_profile = bool(flag.item())
+        flags = torch.tensor([missing, *(name in forgotten for name in STATISTICS)], dtype=torch.int32, device=device)
+        for group in (self.groups.model, self.groups.data):
+            torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+        self._lacks_profile, *forget = map(bool, flags.tolist())
+        if any(forget):
+            self._forget([name for name, flag in zip(STATISTICS, forget) if flag], others)
         if self._profile_steps is not None and self._profile_steps.words and torch.distributed.get_rank() == 0:
             print(f" {self._profile_steps.words}", flush=True)
+
+    def _forget(self, names: list[str], others: MeasuredOtherwise | None) -> None:
+        known = False
+        for attention in self.attentions.values():
+            assert attention.statistics is not None
+            known = known or not all(math.isnan(mean) for mean in attention.statistics.layer_means().values())
+            attention.statistics.forget(names)
+        self._lacks_profile = True
+        if known and others is not None and torch.distributed.get_rank() == 0:
+            print(f" {' and '.join(names).replace('_', ' ')} of the checkpoint's layers were measured {others.words}: "
+                  "they are measured anew" + (", and every layer passes the gate anew" if "recall" in names and
+                                              self.dsv.dsv_sparse_stage == Stage.AUTO else ""), flush=True)
 
     def begin_micro_batch(self, step: int, num_tokens: int) -> None:
         """To be called before each training micro-batch's forward; acts once a step.

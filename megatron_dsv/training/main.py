@@ -64,9 +64,9 @@ def _train(args: Any) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_dsv.data.latent_dataset import LatentDataset
-    from megatron_dsv.training import arguments, ema, finite_steps, logging, run_config
+    from megatron_dsv.training import arguments, ema, finite_steps, logging, model_identity, run_config
     from megatron_dsv.training.builders import build_model, process_groups
-    from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard
+    from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard, loaded_arguments
     from megatron_dsv.training.cp_record import carry, stored_text
     from megatron_dsv.training.cp_runtime import build_cp_runtime
     from megatron_dsv.training.datasets import DatasetProvider
@@ -80,6 +80,7 @@ def _train(args: Any) -> None:
         run = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
         run.check_data()
         resumed = check_before_build(args)
+        others = model_identity.measured_otherwise(loaded_arguments(args), args)
     except CheckpointError as error:
         # Ranks have not met yet: one that cannot read what the others read must speak for itself.
         arguments.exit_with(arguments.HostError(str(error)))
@@ -118,10 +119,11 @@ def _train(args: Any) -> None:
 
     def begin_and_train(*positional: Any, **named: Any) -> Any:
         if run.controller is not None:
-            run.controller.begin_run()
+            run.controller.begin_run(others)
+        measured_otherwise = others is not None and not others.statistics.isdisjoint(model_identity.OF_SELECTIONS)
         if run.planning is not None:
-            run.planning.begin_run(stored_text(resumed), args.iteration)
-        else:
+            run.planning.begin_run(stored_text(resumed), args.iteration, measured_otherwise=measured_otherwise)
+        elif not measured_otherwise:
             carry(resumed, args)
         run.plan_next_step(args.iteration)
         return train(*positional, **named)

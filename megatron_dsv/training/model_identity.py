@@ -1,7 +1,8 @@
 """Arguments by which a checkpoint's numbers mean something: a resume compares them with those of the run that saved.
 
-Weights' shapes are compared elsewhere; here is what can differ with every shape the same. Not compared, since a run
-may change them on its way: the --dsv-* policy of what to attend to, the --flow-* objective, batch sizes, data, layout.
+Weights' shapes are compared elsewhere; here is what can differ with every shape the same. A run may change on its way
+the --dsv-* policy of what to attend to, the --flow-* objective, batch sizes, data, layout. Of the policy, what the
+statistics of layers were measured with is compared: what another run measured otherwise is measured anew.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_dsv.config_fields import flag_of
+from megatron_dsv.config_fields import flag_of, parse_sizes
 from megatron_dsv.models.config import VideoDiTConfig
+from megatron_dsv.sparsity.token_layout import default_cube
 from megatron_dsv.training.checkpoint_files import CheckpointError
 
 # Argument -> flag, where Megatron's name of the argument is another.
@@ -28,6 +31,51 @@ PREDICTOR = {"dsv_predictor_input": "--dsv-predictor-input"}
 OPTIMIZER = {"optimizer": "--optimizer", "use_distributed_optimizer": "--use-distributed-optimizer",
              "use_precision_aware_optimizer": "--use-precision-aware-optimizer"}
 """What the optimizer's state is made of, with the precision of the weights."""
+
+
+OF_SELECTIONS = frozenset(("block_fraction", "recall"))
+MEASURED_WITH = {"dsv_q_block_size": OF_SELECTIONS, "dsv_kv_block_size": OF_SELECTIONS, "dsv_cube_size": OF_SELECTIONS,
+                 "dsv_budget_mass": OF_SELECTIONS, "dsv_theta": frozenset(("sparsity",))}
+"""Argument -> statistics of layers that mean something for its value alone."""
+
+
+@dataclass(frozen=True)
+class MeasuredOtherwise:
+    """Statistics of a checkpoint that this run cannot take over.
+
+    Attributes:
+        statistics: which of them.
+        words: with which flags they were measured, and which this run has.
+    """
+
+    statistics: frozenset[str]
+    words: str
+
+
+def measured_otherwise(saved: Any, args: argparse.Namespace) -> MeasuredOtherwise | None:
+    """What the layers of a checkpoint measured of other query groups, key blocks or masses; None if nothing.
+
+    Args:
+        saved: arguments stored in the checkpoint, None without one; what is not among them is not compared.
+        args: of this run.
+    """
+    there, here = _measures(saved), _measures(args)
+    changed = [name for name in MEASURED_WITH if name in there and there[name] != here[name]]
+    if not changed:
+        return None
+    flags = [", ".join(f"{flag_of(name)} {values[name]}" for name in changed) for values in (there, here)]
+    return MeasuredOtherwise(frozenset().union(*(MEASURED_WITH[name] for name in changed)),
+                             f"with {flags[0]}, this run has {flags[1]}")
+
+
+def _measures(args: Any) -> dict[str, Any]:
+    """Arguments of ``MEASURED_WITH`` by name, with the cube that an unset one stands for."""
+    values = {name: getattr(args, name) for name in MEASURED_WITH if hasattr(args, name)}
+    if "dsv_cube_size" in values and "dsv_q_block_size" in values:
+        cube = values["dsv_cube_size"]
+        values["dsv_cube_size"] = "x".join(map(str, parse_sizes(cube) if cube else
+                                               default_cube(values["dsv_q_block_size"])))
+    return values
 
 
 def check_model(saved: Any, args: argparse.Namespace, source: str) -> None:

@@ -5,6 +5,8 @@ Dims: h local query heads.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -76,6 +78,17 @@ class LayerStatistics(KeepsPrecision):
         if self._state is None:
             self._state = decode_states(self.get_buffer("schedule_state").cpu())[0]
         return self._state
+
+    @torch.no_grad()
+    def forget(self, names: Collection[str]) -> None:
+        """Makes some of ``STATISTICS`` unmeasured again; a layer without its recall has to pass the gate anew."""
+        for row, name in enumerate(STATISTICS):
+            if name in names:
+                self.get_buffer(f"head_{name}").fill_(float("nan"))
+                self.get_buffer("means")[row] = float("nan")
+        if "recall" in names:
+            self.get_buffer("schedule_state").copy_(encode_states([LayerState()]))
+        self.forget_host_copies()
 
     @torch.no_grad()
     def update(self, running: Tensor, layer_means: Tensor, state: LayerState) -> None:

@@ -130,14 +130,15 @@ def saved(whole: Whole) -> tuple[str, CPPlan]:
     return stored_text(job.args), job.plan
 
 
-def resumed(stored: str, cp: int, whole: Whole, kv_block: int = 2) -> tuple:
+def resumed(stored: str, cp: int, whole: Whole, kv_block: int = 2, otherwise: bool = False) -> tuple:
     job = Job(cp=cp, tokens=whole.problem.tokens, heads=whole.problem.units, dsv_q_block_size=4,
               dsv_kv_block_size=kv_block, dsv_predictor_proxies=2)
     job.turn(True, True)
     solved = []
     solve = job.planning.replanner.solve
     job.planning.replanner.solve = lambda *args: solved.append(1) or solve(*args)
-    job.planning.begin_run(stored, 4)
+    # What the first rank read counts.
+    job.planning.begin_run(stored, 4, measured_otherwise=otherwise and dist.get_rank() == 0)
     return job.plan, bool(solved), job.planning.record.coverage, stored_text(job.args)
 
 
@@ -162,6 +163,11 @@ def test_a_resumed_run_has_the_plan_it_had_and_another_topology_keeps_what_was_l
     line = (tmp_path / "blocks" / "rank0.txt").read_text().splitlines()[0]
     assert line == (" the checkpoint's plan is not taken up at step 4: it was made for key blocks of 2, the job "
                     "selects blocks of 4; it is solved anew")
+    for other, _, fresh, _ in run_ranks(resumed, 4, stored, 4, whole, 2, True, output=tmp_path / "measures"):
+        assert (other.version, fresh) == (3, {}), "needs of other groups or budgets say nothing of these"
+    line = (tmp_path / "measures" / "rank0.txt").read_text().splitlines()[0]
+    assert line == (" the checkpoint's plan is not taken up at step 4: the statistics that it was solved from are "
+                    "measured anew; it is solved anew")
 
 
 def waiting(whole: Whole) -> list:

@@ -114,6 +114,22 @@ def test_evaluation_alone_needs_no_length(train, tmp_path):
     assert [values for _, values in log.validation] == [values for _, values in expected.validation]
 
 
+def test_selections_of_another_size_are_measured_anew(train, straight):
+    """The gate of the checkpoint is open, for budgets of blocks of 4: of blocks of 8 nothing is known."""
+    folder, _ = straight("auto", "one")
+    log = train(f"{SMALL} {STAGES['auto']} --ema-decay 0.9 --load {folder} --ckpt-step 3 --dsv-kv-block-size 8",
+                steps=6)
+    (text,) = log.output
+    assert (" block fraction and recall of the checkpoint's layers were measured with --dsv-kv-block-size 4, this run "
+            "has --dsv-kv-block-size 8: they are measured anew, and every layer passes the gate anew") in text
+    assert re.findall(r"profile at step (\d)", text) == ["4", "5"]
+    # The first profile gives the budgets, the second the first recall.
+    assert re.findall(r"dsv/sparse_layers: (\d)", text) == ["0"] * 3
+    first, second = re.findall(r"profile at step \d:((?:\n   layer .*)+)", text)
+    assert "recall nan" in first
+    assert "recall nan" not in second
+
+
 def test_a_longer_run_starts_like_the_shorter(train, straight):
     folder, expected = straight("auto", "one")
     log = train(f"{SMALL} {STAGES['auto']} --ema-decay 0.9 --load {folder} --ckpt-step 3", steps=8)

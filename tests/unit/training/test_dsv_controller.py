@@ -129,3 +129,31 @@ def test_profiles_and_reports_are_of_the_long_videos():
     """The one due in step 0 waits for step 1; between profiles, kept shares are of the step's own length."""
     assert run_ranks(_steps_of_two_lengths, 1) == [[(None, True, False), (1, True, True), (1, True, False),
                                                     (1, True, True)]]
+
+
+def _resumed_with(statistics):
+    """Layers that passed the gate, resumed at step 7 by a run that measures some of their statistics otherwise."""
+    from megatron_dsv.sparsity.schedule import LayerState
+    from megatron_dsv.training.model_identity import MeasuredOtherwise
+
+    controller = _controller(1)
+    for attention in controller.attentions.values():
+        heads = len(attention.selector.query_heads)
+        attention.statistics.update(torch.full((3, heads), 0.25), torch.full((3,), 0.25), LayerState(sparse=True))
+        assert attention.selector.attends_sparsely(64)
+    # The second rank alone knows: all must follow.
+    rank = torch.distributed.get_rank()
+    controller.begin_run(MeasuredOtherwise(frozenset(statistics), "otherwise") if rank == 1 else None)
+    controller.begin_micro_batch(7, 64)
+    (first, *_) = controller.attentions.values()
+    return ({name for name, mean in first.statistics.layer_means().items() if math.isnan(mean)},
+            first.selector.budgets(8) is None, first.selector.attends_sparsely(64), controller.profiles_now)
+
+
+@pytest.mark.parametrize(("statistics", "expected"), [
+    ((), (False, True, False)),
+    (("sparsity",), (False, True, True)),
+    (("block_fraction", "recall"), (True, False, True)),
+])
+def test_what_was_measured_otherwise_is_forgotten_by_all_and_measured_at_once(statistics, expected):
+    assert run_ranks(_resumed_with, 2, statistics) == [(set(statistics), *expected)] * 2

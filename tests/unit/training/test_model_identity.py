@@ -62,3 +62,29 @@ def test_another_optimizer(change, shown):
     with pytest.raises(ValueError, match=f"run was {shown}") as caught:
         model_identity.check_optimizer(SAVED, _with(**change), "run")
     assert "--no-load-optim" in str(caught.value)
+
+
+SELECTIONS = {"block_fraction", "recall"}
+MEASURED = {"dsv_q_block_size": 64, "dsv_kv_block_size": 64, "dsv_cube_size": None, "dsv_budget_mass": 0.95,
+            "dsv_theta": 0.9}
+
+
+@pytest.mark.parametrize(("change", "statistics", "words"), [
+    ({"dsv_kv_block_size": 32}, SELECTIONS, "with --dsv-kv-block-size 64, this run has --dsv-kv-block-size 32"),
+    ({"dsv_budget_mass": 0.9}, SELECTIONS, "with --dsv-budget-mass 0.95, this run has --dsv-budget-mass 0.9"),
+    ({"dsv_cube_size": "1x8x8"}, SELECTIONS, "with --dsv-cube-size 4x4x4, this run has --dsv-cube-size 1x8x8"),
+    ({"dsv_q_block_size": 32}, SELECTIONS, "with --dsv-q-block-size 64, --dsv-cube-size 4x4x4, this run has "
+     "--dsv-q-block-size 32, --dsv-cube-size 2x4x4"),
+    ({"dsv_theta": 0.8}, {"sparsity"}, "with --dsv-theta 0.9, this run has --dsv-theta 0.8"),
+    ({"dsv_theta": 0.8, "dsv_budget_mass": 0.5}, SELECTIONS | {"sparsity"}, "with --dsv-budget-mass 0.95, --dsv-theta "
+     "0.9, this run has --dsv-budget-mass 0.5, --dsv-theta 0.8"),
+])
+def test_statistics_of_another_measure_are_not_taken_over(change, statistics, words):
+    found = model_identity.measured_otherwise(_with(**MEASURED), _with(**MEASURED | change))
+    assert (found.statistics, found.words) == (statistics, words)
+
+
+def test_statistics_of_the_same_measure_are_taken_over():
+    args = _with(**MEASURED, lr=3e-4)
+    for saved in (_with(**MEASURED), _with(**MEASURED | {"dsv_cube_size": "4x4x4"}), None, Namespace(lr=1)):
+        assert model_identity.measured_otherwise(saved, args) is None
