@@ -137,8 +137,8 @@ class CPPlanning:
         profile = self._profile()
         # The first profiled step of a launch also compiles kernels.
         is_solved = self.runtime.store.plan.buckets == self.replanner.buckets
-        if self.dsv.corrects_costs and is_solved and not self._first_profile:
-            self._learn_times(profile, step)
+        if is_solved and not self._first_profile:
+            self._compare_times(profile, step)
         self._first_profile = False
         turned = not is_solved or any(
             block.sparse != sparse for row, flags in zip(self.runtime.store.plan.blocks, profile.sparse)
@@ -161,7 +161,9 @@ class CPPlanning:
                 for layer, rows in found.coverage.items()):
             self.record.coverage = found.coverage
         if found.calibration == self.replanner.calibration_digest:
-            self.record.corrections = self.replanner.corrections = found.corrections
+            self.record.corrections = found.corrections
+            if self.dsv.corrects_costs:
+                self.replanner.corrections = found.corrections
         found.coverage, found.corrections = self.record.coverage, self.record.corrections
         found.calibration = self.replanner.calibration_digest
         if found.plan.topo != self.runtime.store.plan.topo:
@@ -217,7 +219,8 @@ class CPPlanning:
 
     def _remember(self, *, step: int) -> None:
         self.record.plan, self.record.replanned_at = self.runtime.store.plan, step
-        self.record.corrections = self.replanner.corrections
+        if self.dsv.corrects_costs:
+            self.record.corrections = self.replanner.corrections
         self.record.waited = [list(state.waited) for state in self.replanner.states]
         self.record.keep(self._args)
 
@@ -274,8 +277,8 @@ class CPPlanning:
                 joined[unit, list(plan.split.h_group(manager.rank))] = row
         return manager.all_reduce(joined, "needed blocks of all ranks")
 
-    def _learn_times(self, profile: Profile, step: int) -> None:
-        """Corrects the costs by the time that the watched blocks took.
+    def _compare_times(self, profile: Profile, step: int) -> None:
+        """Logs the time that the watched blocks took beside the predicted one, and corrects the costs by it if asked.
 
         A rank that comes early waits for the others inside its span: of those that share a sequence, the one that took
         least came last and tells how long the pass was. Of replicas, the slowest counts. A layer that attended
@@ -299,7 +302,8 @@ class CPPlanning:
                 kind = kind_of(block.split, block.sparse)
                 before = sums.get(kind, (0.0, 0.0))
                 sums[kind] = before[0] + measured, before[1] + expected
-        for kind, pair in sorted(sums.items()):
-            self.replanner.corrections = self.replanner.corrections.observe(kind, *pair)
+        if self.dsv.corrects_costs:
+            for kind, pair in sorted(sums.items()):
+                self.replanner.corrections = self.replanner.corrections.observe(kind, *pair)
         if sums:
             self.log.measured(sums, self.replanner.corrections.stale, step)

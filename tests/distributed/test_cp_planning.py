@@ -289,7 +289,21 @@ def test_a_rank_that_waits_measures_nothing_and_all_learn_the_same():
 def test_times_act_on_nothing_when_plans_must_repeat(flags):
     for corrections, _, metrics in run_ranks(lambda: timed(Whole(Problem(2, units=4)), **flags), 2):
         assert corrections == {}
-        assert "dsv/cp_measured_ms" not in metrics
+        assert metrics["dsv/cp_measured_ms"] == pytest.approx(5.0), "they are said all the same"
+
+
+@pytest.mark.parametrize("flags", [{}, {"dsv_cp_correction": False}], ids=["on", "off"])
+def test_a_checkpoints_corrections_are_kept_and_act_where_they_are_wanted(flags):
+    def run() -> tuple:
+        job = Job(cp=2, **flags)
+        record = PlanningRecord(job.plan, calibration=job.planning.replanner.calibration_digest)
+        record.corrections = record.corrections.observe("dense heads", 2.0, 1.0)
+        record.keep(job.args)
+        job.planning.begin_run(stored_text(job.args), 2)
+        return (job.planning.replanner.corrections == record.corrections,
+                PlanningRecord.read(stored_text(job.args)).corrections == record.corrections)
+
+    assert run_ranks(run, 2) == [(not flags, True)] * 2
 
 
 def nothing_fits() -> tuple:
