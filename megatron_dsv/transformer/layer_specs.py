@@ -35,7 +35,11 @@ def get_dsv_self_attention_spec(dsv: DSVConfig, *, implementation: str = "local"
             asks Megatron for a per-head norm.
         seed: initialises the predictors.
         plans: the plan in force under context parallelism; None without.
+
+    Raises:
+        ValueError: a value of ``dsv`` that its flag would refuse, or an unknown implementation.
     """
+    dsv.validate()
     column, row, _ = _linears(implementation)
     return ModuleSpec(
         module=DSVSelfAttention,

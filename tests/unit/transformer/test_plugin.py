@@ -39,6 +39,19 @@ def _run(block, x):
     return out.detach(), grads
 
 
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("dsv_attention", "windw", "--dsv-attention must be one of predicted, window-1/3, window-2/3, got 'windw'"),
+    ("dsv_sparse_stage", "spares", "--dsv-sparse-stage must be one of .*; did you mean sparse?"),
+    ("dsv_sparse_backend", "triton9", "--dsv-sparse-backend must be one of .*; did you mean triton?"),
+    ("dsv_keep_ratio", 1.5, "--dsv-keep-ratio must be a number, above 0 and at most 1, got 1.5"),
+    ("dsv_q_block_size", -4, "--dsv-q-block-size must be a power of two, at least 1, got -4")])
+def test_a_configuration_made_in_python_is_checked_like_flags(field, value, words):
+    from megatron_dsv.transformer.layer_specs import get_dsv_layer_spec
+
+    with pytest.raises(ValueError, match=f"^{words}"):
+        get_dsv_layer_spec(DSVConfig(**{field: value}))
+
+
 def _everything_selected_equals_dense(predictor_input):
     groups = initialize()
     dense = _block(groups, DSVConfig(**DSV)).double()
