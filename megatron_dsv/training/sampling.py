@@ -19,8 +19,16 @@ from megatron_dsv.config import PLANNING, WINDOWS
 from megatron_dsv.config_fields import from_args
 from megatron_dsv.platform import compat, cpu
 
-_OF_SEVERAL_RANKS = (*PLANNING, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-"""Settings of a run that one device refuses, and that no flag can unset."""
+_OF_TRAINING = (
+    # One device refuses them, and no flag can unset them.
+    *PLANNING, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distribute_saved_activations",
+    "overlap_p2p_comm_warmup_flush", "defer_embedding_wgrad_compute",
+    # Another host may lack what they need, and a sample has no gradients, nor a log.
+    "dsv_sparse_backend", "dsv_dense_backend", "dsv_deterministic", "deterministic_mode",
+    "use_precision_aware_optimizer", "te_rng_tracker", "wandb_project", "wandb_exp_name", "wandb_entity",
+    "wandb_save_dir",
+)
+"""Settings of a run that say nothing of its model; a sample leaves them at their defaults."""
 
 
 def sample_video(options: argparse.Namespace) -> None:
@@ -112,16 +120,21 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
         if settings.get("dsv-attention") in WINDOWS:
             raise ValueError("--attention sparse needs a run with predictors, got --dsv-attention "
                              f"{settings['dsv-attention']}: the run attends to windows; --attention dense keeps them")
+        rule = settings.get("dsv-selection-rule")
+        if options.keep_ratio is not None and rule == "mass":
+            raise ValueError("--keep-ratio needs a run with --dsv-selection-rule topk or topk-mass, got mass, whose "
+                             "share of the keys differs from row to row; leave it out")
         gated = settings.get("dsv-sparse-stage") == "auto" and options.keep_ratio is None
         stage = "auto" if gated else "sparse"
     argv = [*config, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
             "--context-parallel-size", "1", "--dsv-cp-plan", "planned", "--no-sequence-parallel", "--dsv-sparse-stage",
             stage]
     if options.keep_ratio is not None:
-        argv += ["--dsv-keep-ratio", str(options.keep_ratio)]
+        # The floor is of measured shares.
+        argv += ["--dsv-keep-ratio", str(options.keep_ratio), "--dsv-min-keep-ratio", "0"]
     if options.latent_data is not None:
         argv += ["--latent-data", options.latent_data]
-    return dry_parse(argv, 1, check_files=True, without=_OF_SEVERAL_RANKS)
+    return dry_parse(argv, 1, check_files=True, without=_OF_TRAINING)
 
 
 def load_model(args: argparse.Namespace, weights: Path, which: str, device: torch.device) -> torch.nn.Module:

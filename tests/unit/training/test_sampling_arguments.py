@@ -1,6 +1,7 @@
 """Which attention a sample uses: what the run's own gate decided, or dense."""
 
 import argparse
+import importlib.util
 
 import pytest
 
@@ -38,6 +39,46 @@ def test_a_sample_needs_nothing_of_what_only_several_ranks_may_set(tmp_path):
     args = run_arguments(tmp_path, argparse.Namespace(attention="dense", keep_ratio=None, latent_data=None))
     assert (args.context_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
     assert (args.dsv_cp_replan_interval, args.decoder_first_pipeline_num_layers) == (None,) * 2
+
+
+OF_TRAINING = {"distribute-saved-activations": True, "recompute-granularity": "full", "recompute-method": "uniform",
+               "recompute-num-layers": 1, "sequence-parallel": False, "overlap-p2p-communication-warmup-flush": True,
+               "bf16": True, "dsv-sparse-backend": "cudnn", "dsv-dense-backend": "flash4", "dsv-deterministic": True,
+               "dsv-sparse-stage": "dense", "wandb-project": "p", "wandb-exp-name": "e", "wandb-save-dir": "w",
+               "use-distributed-optimizer": True, "use-precision-aware-optimizer": True}
+
+
+def test_a_sample_needs_nothing_of_what_only_training_reads(tmp_path, monkeypatch):
+    """Nor the packages that it needs: the video may be drawn on another host."""
+    import yaml
+
+    from megatron_dsv.training.sampling import run_arguments
+
+    data = write_latents(tmp_path / "data", [(1, 4, 4)])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN | OF_TRAINING | {"latent-data": str(data)}))
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in (
+        "wandb", "transformer_engine") else find(name))
+    for attention in ("dense", "sparse"):
+        args = run_arguments(tmp_path, argparse.Namespace(attention=attention, keep_ratio=None, latent_data=None))
+        assert (args.dsv_sparse_backend, args.dsv_dense_backend, args.wandb_project) == ("auto", "auto", None)
+        assert args.recompute_granularity == "full"
+
+
+def test_a_share_may_be_below_the_floor_of_the_run(tmp_path):
+    import yaml
+
+    from megatron_dsv.training.sampling import run_arguments
+
+    data = write_latents(tmp_path / "data", [(1, 4, 4)])
+    run = RUN | {"latent-data": str(data), "dsv-sparse-stage": "auto", "dsv-min-keep-ratio": 0.05}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(run))
+    options = argparse.Namespace(attention="sparse", keep_ratio=0.01, latent_data=None)
+    args = run_arguments(tmp_path, options)
+    assert (args.dsv_keep_ratio, args.dsv_sparse_stage) == (0.01, "sparse")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(run | {"dsv-selection-rule": "mass"}))
+    with pytest.raises(ValueError, match="--keep-ratio needs a run with --dsv-selection-rule topk or topk-mass, got "):
+        run_arguments(tmp_path, options)
 
 
 @pytest.mark.parametrize("keep_ratio", [None, 0.5])
