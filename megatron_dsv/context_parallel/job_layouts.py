@@ -47,6 +47,8 @@ class Job:
         predictor_stride: one query row in so many trains the predictors; 0 leaves their loss out.
         stages: layers of every pipeline stage; empty deals them out evenly.
         recompute: "full", "none", or "auto" for none where it fits.
+        recompute_method, recompute_layers: how "full" does it: "uniform" stores the input of every so many layers and
+            repeats them together, "block" repeats so many first layers of a stage one by one and keeps the others.
         optimizer: whether a step ends with gradients reduced and weights updated.
         ema: whether an average of the weights is kept.
         sharded_optimizer: whether data- and context-parallel ranks share out the optimizer's state and the average.
@@ -68,6 +70,8 @@ class Job:
     predictor_stride: int = 256
     stages: tuple[int, ...] = ()
     recompute: str = "auto"
+    recompute_method: str = "uniform"
+    recompute_layers: int = 1
     optimizer: bool = True
     ema: bool = True
     sharded_optimizer: bool = True
@@ -75,12 +79,14 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("global_batch", 1), ("micro_batch", 1), ("q_block", 1), ("kv_block", 1),
-                            ("predictor_rank", 1), ("proxies", 1), ("predictor_stride", 0)):
+                            ("predictor_rank", 1), ("proxies", 1), ("predictor_stride", 0), ("recompute_layers", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name.replace('_', ' ')} must be at least {least}, got {value}")
         if self.recompute not in ("auto", "full", "none"):
             raise ValueError(f"recompute must be one of auto, full, none, got {self.recompute!r}")
+        if self.recompute_method not in ("uniform", "block"):
+            raise ValueError(f"recompute method must be uniform or block, got {self.recompute_method!r}")
         if self.stages and (sum(self.stages) != self.model.layers or min(self.stages) < 1):
             raise ValueError(f"stages must hold all {self.model.layers} layers, each at least 1, got "
                              f"{list(self.stages)}")
@@ -98,6 +104,10 @@ class Job:
     def has_predictors(self) -> bool:
         """Whether layers have predictors."""
         return self.sparse if self.predictors is None else self.predictors
+
+    def repeated_layers(self, layers: int) -> int:
+        """Layers of a stage of so many whose forward "full" repeats in the backward."""
+        return layers if self.recompute_method == "uniform" else min(self.recompute_layers, layers)
 
     def layers_of_stages(self, layout: JobLayout) -> tuple[int, ...]:
         """Layers of every pipeline stage, for a layout within the limits."""

@@ -59,12 +59,19 @@ def _of_stage(job: Job, layout: JobLayout, cluster: Cluster, recompute: str, lay
     weights = (layers * model.layer_parameters + around) // layout.tp
     tokens = job.padded_tokens(layout) * job.micro_batch // (layout.cp * layout.tp)
     one_layer = tokens * BYTES * (LAYER_TENSORS * model.hidden + model.matrices * model.ffn)
+    # Queries, keys, values and outputs stay, too, but for the layer whose attention is counted apart.
+    kept_layer = one_layer + 4 * tokens * BYTES * model.width
     inputs = tokens * BYTES * model.hidden
-    if recompute == "full":
-        activations = inputs * layers * in_flight + one_layer
+    if recompute != "full":
+        activations = kept_layer * layers * in_flight
+    elif job.recompute_method == "uniform":
+        together = min(job.recompute_layers, layers)
+        activations = inputs * -(-layers // together) * in_flight + kept_layer * (together - 1) + one_layer
     else:
-        # Queries, keys, values and outputs stay, too.
-        activations = (one_layer + 4 * tokens * BYTES * model.width) * layers * in_flight
+        repeated = job.repeated_layers(layers)
+        # A layer is repeated once the kept ones behind it are free again.
+        activations = (inputs * repeated + kept_layer * (layers - repeated)) * in_flight \
+            + (one_layer if repeated == layers else 0)
     groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp)) + (layout.cp > 1)
     return {
         "weights": 2 * weights,

@@ -221,7 +221,7 @@ class Simulator:
             shared = sum((c.exposed + c.a2a) // 2 for c in costs)
             attend, select = sum(c.forward - c.select for c in costs), sum(c.select for c in costs)
             back = sum(c.backward for c in costs)
-            again = 1 if recompute == "full" else 0
+            again = self.job.repeated_layers(per_stage) / per_stage if recompute == "full" else 0
             passes = 3 + again
             row = {"linear": per_stage * linear * passes, "elementwise": per_stage * elementwise * passes,
                    "tensor_parallel": per_stage * tensor * passes, "attention": attend * (1 + again) + back,

@@ -132,7 +132,9 @@ def simulator_of(args: argparse.Namespace, tokens: int, window_share: float | No
               predictor_rank=low_rank_width(dsv), proxies=dsv.dsv_predictor_proxies,
               predictor_reads_hidden=dsv.dsv_predictor_input == "hidden",
               predictor_stride=dsv.dsv_predictor_query_stride, stages=tuple(layers_per_stage(args)),
-              recompute="full" if args.recompute_granularity == "full" else "none", ema=args.ema_decay > 0,
+              recompute="full" if args.recompute_granularity == "full" else "none",
+              recompute_method=args.recompute_method or "uniform", recompute_layers=args.recompute_num_layers or 1,
+              ema=args.ema_decay > 0,
               sharded_optimizer=bool(args.use_distributed_optimizer), max_padding=math.inf)
     if args.dry_run_cluster is not None:
         dsv = replace(dsv, dsv_cp_cluster=args.dry_run_cluster, dsv_cp_calibration=None)

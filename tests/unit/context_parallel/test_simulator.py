@@ -98,6 +98,42 @@ class TestMemory:
         gib = sum(size for name, size in result.memory.items() if name != "base") / 2**30
         assert gib == pytest.approx(30.23, rel=0.05)
 
+    @pytest.mark.parametrize("count", [1, 4, 7, 30])
+    @pytest.mark.parametrize("method", ["uniform", "block"])
+    def test_recomputation_keeps_and_repeats_what_it_says(self, method, count):
+        """Against a walk back through the layers of a step; a last chunk that is shorter counts for a whole one."""
+        layers, layout = 30, JobLayout(1, 1, 1, 1)
+
+        def activations(recompute, **how):
+            job = Job(model("wan2.1-1.3b"), 32768, 1, recompute_layers=count, **how)
+            return memory_parts(job, layout, H200, recompute)["activations"]
+
+        stored = 2 * 32768 * 1536
+        whole = activations("none") // layers
+        # Of the layer at hand, queries, keys, values and output are part of its attention.
+        at_hand = whole - 4 * stored
+        if method == "uniform":
+            chunks = [range(first, min(first + count, layers)) for first in range(0, layers, count)]
+        else:
+            chunks = [range(layer, layer + 1) for layer in range(count)]
+        kept = layers - sum(map(len, chunks))
+        peak = len(chunks) * stored + kept * whole
+        for number, chunk in reversed(list(enumerate(chunks))):
+            peak = max(peak, (number + 1) * stored + (len(chunk) - 1) * whole + at_hand)
+        assert 0 <= activations("full", recompute_method=method) - peak <= (stored if layers % count else 0)
+
+    def test_layers_that_are_kept_are_not_repeated(self):
+        def step(recompute, **how):
+            sim = simulator("wan2.1-1.3b", 32768, 1, H200.with_gpus(1), sparse=False, recompute=recompute, **how)
+            return sim.simulate(JobLayout(1, 1, 1, 1)).times
+
+        none, whole = step("none"), step("full")
+        third = step("full", recompute_method="block", recompute_layers=10)
+        for part in ("linear", "attention", "elementwise"):
+            low, high = getattr(none, part), getattr(whole, part)
+            assert getattr(third, part) == pytest.approx(low + (high - low) / 3)
+        assert step("full", recompute_layers=7) == whole
+
     def test_shards_and_stages_divide_what_they_should(self):
         job = Job(model("dsv-30b"), 131072, 128)
         small = memory_parts(job, JobLayout(8, 2, 4, 2), H200, "full")
@@ -146,6 +182,8 @@ class TestLimits:
             Job(model("dsv-30b"), 131072, 0)
         with pytest.raises(ValueError, match="recompute must be one of auto, full, none, got 'some'"):
             Job(model("dsv-30b"), 131072, 1, recompute="some")
+        with pytest.raises(ValueError, match="recompute method must be uniform or block, got 'all'"):
+            Job(model("dsv-30b"), 131072, 1, recompute_method="all")
         with pytest.raises(ValueError, match="layout must take all 128 GPUs, got TP 1 x PP 1 x CP 1 x DP 1"):
             simulator("dsv-2.7b", 131072, 128).simulate(JobLayout(1, 1, 1, 1))
 

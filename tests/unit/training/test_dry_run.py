@@ -80,6 +80,17 @@ def test_sharing_out_the_optimizer_is_seen_in_the_memory(data, capsys):
     assert together - apart == pytest.approx(12 * 2.7e9 * 7 / 8 / 2**30, rel=0.15)
 
 
+def test_how_layers_are_recomputed_is_seen_in_the_memory(data, capsys):
+    def gib(*more):
+        dry_run.run(flags(data, "--dry-run-gpus", "1", *more))
+        return max(map(float, re.findall(r"memory ([\d.]+) of", capsys.readouterr().out)))
+
+    def full(method, layers):
+        return gib("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", layers)
+
+    assert full("uniform", "1") < full("block", "16") < gib()
+
+
 def test_a_launch_that_does_not_fit_ends_with_the_limit(data, capsys):
     argv = ["--config", "model/dsv-30b", *flags(data, "--dry-run-gpus", "2")[2:]]
     with pytest.raises(ValueError, match=r"TP 1 x PP 1 x CP 1 x DP 2 cannot run on h200: memory: \d+.\d GiB of 132.0 "
