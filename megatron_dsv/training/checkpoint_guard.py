@@ -85,7 +85,7 @@ def loaded_arguments(args: argparse.Namespace) -> Any:
     Raises:
         CheckpointError: they cannot be read.
     """
-    folder = checkpoint_folder(_source(args, "load")[1], args.ckpt_step)
+    _, folder = found(args)
     return None if folder is None else common_state(folder).get("args")
 
 

@@ -98,6 +98,7 @@ class DSVController:
         self.layer_reports: list[LayerReport] = []
         self.step_reports: list[LayerReport] = []
         self._reports: dict[int, list[LayerReport]] = {}
+        self._decided: dict[int, tuple[bool, bool]] = {}
         self._step: int | None = None
         self._lacks_profile = False
         self.profiles_now = False
@@ -207,6 +208,20 @@ class DSVController:
         torch.distributed.all_reduce(rows, group=self.groups.pipeline)
         return [LayerReport(number, bool(sparse), sparsity, keep, recall)
                 for number, (sparse, sparsity, keep, recall) in enumerate(rows.tolist(), start=1)]
+
+    def changed_decisions(self) -> list[str]:
+        """A line on each layer of this rank that has turned sparse or dense, or passed the gate or failed it, since the
+        last call: what it is now, and why. It is empty but on the first rank of those that hold the same layers."""
+        lines = []
+        for number, attention in self.attentions.items():
+            if self.profiled_tokens is None or attention.statistics is None:
+                continue
+            decision = attention.selector.decision(self.profiled_tokens)
+            decided = attention.selector.may_be_sparse, decision.sparse
+            if decided != self._decided.get(number, (False, False)):
+                lines.append(f"layer {number} at {self.profiled_tokens} tokens is {decision.reason}")
+            self._decided[number] = decided
+        return lines if self.groups.data.rank() == self.groups.tensor.rank() == 0 else []
 
     def _learning_rate(self, attention: DSVSelfAttention) -> float:
         sparse = attention.selector.attends_sparsely(self.num_tokens)

@@ -45,6 +45,8 @@ def install(run: TrainingRun) -> None:
             work = work if kwargs.get("is_first_iteration") else _Work()
         if run.controller is not None and run.controller.profiled_at == iteration - 1:
             _write_layers(run.controller.layer_reports, iteration, _of_videos(run))
+            for line in run.controller.changed_decisions():
+                print(f" {line}", flush=True)
             warning = low_recall_warning(run.dsv, run.controller.layer_reports)
             if warning is not None and not has_warned and training.is_last_rank():
                 print(warning, file=sys.stderr, flush=True)

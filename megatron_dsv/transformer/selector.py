@@ -21,7 +21,7 @@ from megatron_dsv.kernels.host_values import on_device
 from megatron_dsv.kernels.selection import KVSelection
 from megatron_dsv.kernels.token_topk.api import token_topk
 from megatron_dsv.sparsity.budget import head_budgets
-from megatron_dsv.sparsity.dispatcher import use_sparse
+from megatron_dsv.sparsity.dispatcher import Decision, use_sparse
 from megatron_dsv.sparsity.schedule import Stage, attends_sparsely
 from megatron_dsv.sparsity.selection_rules import select
 from megatron_dsv.sparsity.token_layout import TokenLayout
@@ -65,21 +65,30 @@ class Selector:
             return math.nan
         return max(self.statistics.layer_block_fraction(), self.dsv.dsv_min_keep_ratio)
 
+    @property
+    def may_be_sparse(self) -> bool:
+        """Whether stage and gate let this layer attend to predicted keys only, if that pays."""
+        return self.statistics is not None and attends_sparsely(Stage(self.dsv.dsv_sparse_stage),
+                                                                self.statistics.state())
+
     def attends_sparsely(self, num_tokens: int) -> bool:
         """Whether this layer attends to predicted keys only, at its current budget and place in the schedule."""
-        if self.statistics is None:
-            return False
-        if not attends_sparsely(Stage(self.dsv.dsv_sparse_stage), self.statistics.state()):
-            return False
+        return self.decision(num_tokens).sparse
+
+    def decision(self, num_tokens: int) -> Decision:
+        """``attends_sparsely``, and why."""
+        dsv = self.dsv
+        if not self.may_be_sparse:
+            return Decision(False, "dense: it has not passed the gate" if dsv.dsv_sparse_stage == Stage.AUTO else
+                            f"dense: --dsv-sparse-stage {dsv.dsv_sparse_stage}")
         keep = self.keep_ratio()
         if math.isnan(keep):
-            return False
-        dsv = self.dsv
+            return Decision(False, "dense: its budget has not been measured yet")
         return use_sparse(keep, num_tokens=num_tokens, num_heads=len(self.query_heads), head_dim=self.head_dim,
                           q_block_size=dsv.dsv_q_block_size, kv_block_size=dsv.dsv_kv_block_size,
                           num_kv_heads=self.num_kv_heads, dtype=self.dtype, deterministic=dsv.dsv_deterministic,
                           dense_above=dsv.dsv_dense_above, device=device_name(),
-                          sparse_backend=dsv.dsv_sparse_backend, dense_backend=dsv.dsv_dense_backend).sparse
+                          sparse_backend=dsv.dsv_sparse_backend, dense_backend=dsv.dsv_dense_backend)
 
     def window(self, layout: TokenLayout, q_lr: Tensor, k_lr: Tensor, head_ids: Sequence[int],
                query_group_ids: Sequence[int]) -> KVSelection:

@@ -178,6 +178,9 @@ def test_the_gate_opens_alike_on_every_rank(train, layout):
     assert re.search(r"profile at step 5:\n +layer +1  sparse .*\n +layer +2  sparse ", report)
     assert re.search(r"profile at step 3:\n +layer +1  dense  .*recall 0\.", report)
     assert re.findall(r"dsv/sparse_layers: (\d)", report) == ["0", "0", "0", "0", "2", "2"]
+    reasons = re.findall(r"^ layer (\d) at 72 tokens is sparse: keep ratio 0\.\d+ is within 1.000, --dsv-dense-above$",
+                         "\n".join(log.output), re.MULTILINE)
+    assert sorted(reasons) == ["1", "2"], "one rank says it of each layer, once"
     recalls = [float(value) for value in re.findall(r"layer +\d  sparse .*recall ([\d.]+)", report)]
     assert all(0.05 <= recall < 1 for recall in recalls)
 

@@ -157,3 +157,25 @@ def _resumed_with(statistics):
 ])
 def test_what_was_measured_otherwise_is_forgotten_by_all_and_measured_at_once(statistics, expected):
     assert run_ranks(_resumed_with, 2, statistics) == [(set(statistics), *expected)] * 2
+
+
+def _decisions():
+    """What each rank says of its second layer as its budget and its gate change."""
+    from megatron_dsv.sparsity.schedule import LayerState
+
+    controller = _controller(1)
+    controller.profiled_tokens = 64
+    attention, said = controller.attentions[2], []
+    for passed, keep in ((False, 0.9), (True, 0.9), (True, 0.8), (True, 0.25), (True, 0.3), (False, 0.3)):
+        heads = len(attention.selector.query_heads)
+        attention.statistics.update(torch.full((3, heads), keep), torch.full((3,), keep), LayerState(sparse=passed))
+        said.append(controller.changed_decisions())
+    return said
+
+
+def test_a_layer_says_once_why_it_is_dense_or_sparse():
+    source = "0.500, the default where nothing was measured"
+    assert run_ranks(_decisions, 2) == [[
+        [], [f"layer 2 at 64 tokens is dense: keep ratio 0.900 is above {source}"], [],
+        [f"layer 2 at 64 tokens is sparse: keep ratio 0.250 is within {source}"], [],
+        ["layer 2 at 64 tokens is dense: it has not passed the gate"]], [[]] * 6]
