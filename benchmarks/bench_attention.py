@@ -31,6 +31,7 @@ from attention.cases import DEFAULTS, DENSITY_GRID, Group, Point, Shape, choose,
 from attention.gate import GateError, check_dense, check_samples, check_sparse
 from attention.pipeline import DenseRun, SparseRun
 from attention.timing import Clock, Times, interleaved, peak_mib
+from gpus import need_gpus
 
 from megatron_dsv.kernels.library import installed
 from megatron_dsv.sparsity.dispatcher import use_sparse
@@ -83,20 +84,28 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.suite == "hopper" and device.type != "cuda":
-        parser.error("--suite hopper needs a CUDA device; --suite smoke runs anywhere")
+        need_gpus(parser, 1, "--suite hopper", "--suite smoke runs anywhere")
     if args.suite == "hopper" and not installed("flash4"):
         parser.error("--suite hopper needs flash-attn-4, the fastest dense kernel: pip install 'megatron-dsv[kernels]'")
-    return Bench(device, args.seconds, output).run(groups, args.deadline)
+    if args.suite == "smoke":
+        found = "no GPU was found, and this" if device.type == "cpu" else "this"
+        print(f"# {found} is the smoke suite: tiny shapes that show that everything runs, and no time worth comparing; "
+              "--suite hopper, on a GPU, measures", flush=True)
+    return Bench(device, args.seconds, output, goals=args.suite == "hopper").run(groups, args.deadline)
 
 
 class Bench:
-    """Runs groups and keeps what they gave: ``rows``, and ``failures`` with what was red or broke."""
+    """Runs groups and keeps what they gave: ``rows``, and ``failures`` with what was red or broke.
 
-    def __init__(self, device: torch.device, seconds: float, output: Path | None) -> None:
+    ``goals`` says whether the shapes are those that the goals are about, so that they are held against them.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, output: Path | None, *, goals: bool) -> None:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.seconds = seconds
         self.output = output
+        self.goals = goals
         self.clock = Clock(device)
         self.versions = versions()
         self.rows: list[report.Row] = []
@@ -127,7 +136,8 @@ class Bench:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        print(report.goal_table(self.rows, measured_only=True))
+        if self.goals:
+            print(report.goal_table(self.rows, measured_only=True))
         for failure in self.failures:
             print(f"FAILED {failure}", file=sys.stderr)
         return 1 if self.failures else 0

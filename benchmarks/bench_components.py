@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from bench_pretrain import versions
+from gpus import need_gpus
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.context_parallel.local import LocalScheme
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
                         help="what to time; rows of the other parts stay in the output as they were.")
     args = parser.parse_args()
+    need_gpus(parser, 1)
     path = Path(args.output)
     facts = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "rank": args.rank,
              "dtype": "bf16", "versions": versions()}

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block              # H200s; merged into the results
     torchrun --nproc-per-node 2 benchmarks/bench_cp.py --part block --size toy   # gloo, any CPU, seconds
-    python benchmarks/bench_cp.py --part train --tokens 65536                    # starts its own ranks
+    python benchmarks/bench_cp.py --part train --tokens 65536                    # starts its own ranks on two GPUs
+    python benchmarks/bench_cp.py --part train --size toy                        # gloo, any CPU, minutes
     python benchmarks/bench_cp.py --report                                       # tables of docs/scaling.md
 
 ``block`` is one attention block of dsv-2.7b: projection to low rank, selection, exchanges, attention, backward. Every
@@ -30,6 +31,7 @@ from bench_attention import versions
 from cp import tables
 from cp.block import LIMIT, Arm, BlockBench
 from cp.train import SHAPES, TrainBench, cases
+from gpus import need_gpus
 
 from megatron_dsv.context_parallel import cluster
 from megatron_dsv.context_parallel.calibration import Calibration
@@ -72,9 +74,10 @@ def main(argv: list[str] | None = None) -> int:
                         help="constants of an earlier `dsv bench --calibrate`, in place of measuring them now.")
     parser.add_argument("--output", type=Path, default=None,
                         help=f"JSON to merge rows into; by default {RESULTS.relative_to(ROOT)}, nothing for toy.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[65536], choices=tuple(SHAPES),
-                        help="of --part train.")
-    parser.add_argument("--model", default="model/dsv-2.7b", help="of --part train: a preset or a file.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=None, choices=tuple(SHAPES),
+                        help="of --part train; 65536 by default, 512 for toy.")
+    parser.add_argument("--model", default=None,
+                        help="of --part train: a preset or a file; model/dsv-2.7b by default, model/debug for toy.")
     parser.add_argument("--sparsity", type=float, default=0.9, help="of --part train, mean over heads.")
     parser.add_argument("--launches", choices=("sparse", "dense"), default=None,
                         help="of --part train: these alone.")
@@ -88,12 +91,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.report:
         tables.write(ROOT / "docs/scaling.md", load(args.output or RESULTS))
         return 0
-    if args.part == "train":
-        return train(args)
     size = SIZES[args.size]
     on_gpu = torch.cuda.is_available()
-    if args.size != "toy" and not on_gpu:
-        parser.error(f"--size {args.size} needs CUDA devices; --size toy runs anywhere")
+    if args.size != "toy" or on_gpu:
+        need_gpus(parser, int(os.environ.get("LOCAL_WORLD_SIZE", "2")), f"--part {args.part} --size {args.size}",
+                  "with CUDA_VISIBLE_DEVICES= it runs on the CPU" if args.size == "toy" else "--size toy runs anywhere")
+    if args.part == "train":
+        return train(args)
+    if "LOCAL_RANK" not in os.environ:
+        parser.exit(2, f"{parser.prog}: error: --part block needs ranks: start it with torchrun --nproc-per-node 2\n")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -150,12 +156,14 @@ def train(args: argparse.Namespace) -> int:
     """Launches of the training program; exit status 0 if all of them ended well."""
     calibration = args.calibration or RESULTS.with_name(f"{RESULTS.stem}_calibration.json")
     on_gpu = torch.cuda.is_available()
-    if args.output is None and on_gpu and args.size != "toy":
+    if args.output is None and args.size != "toy":
         args.output = RESULTS
-    bench = TrainBench(args.model, ["--bf16"] * on_gpu + args.extra, args.logs, on_gpu)
+    lengths, model = ([512], "model/debug") if args.size == "toy" else ([65536], "model/dsv-2.7b")
+    lengths, model = args.tokens or lengths, args.model or model
+    bench = TrainBench(model, ["--bf16"] * on_gpu + args.extra, args.logs, on_gpu)
     started = time.monotonic()
-    for tokens in args.tokens:
-        groups = cases(tokens, args.model, args.sparsity, str(calibration.resolve()), short=tokens > 131072,
+    for tokens in lengths:
+        groups = cases(tokens, model, args.sparsity, str(calibration.resolve()), short=tokens > 131072,
                        launches=args.launches)
         left = None if args.deadline is None else args.deadline - (time.monotonic() - started)
         rows = bench.run(groups, functools.partial(print, flush=True), left)

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from gpus import need_gpus
+from launches import free_port, reason
 
 from megatron_dsv import presets
 from megatron_dsv.config_fields import parse_sizes
@@ -49,16 +51,21 @@ def main() -> int:
     parser.add_argument("--logs", default=None, help="folder for each arm's output.")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of the entry script.")
     args = parser.parse_args()
+    need_gpus(parser, 1)
+    try:
+        tokens = tokens_of(args)
+    except ValueError as error:
+        parser.error(str(error))
     rows = []
     for arm in args.arms:
-        rows.append(run_arm(args, arm))
+        rows.append(run_arm(args, arm, tokens))
         merge(Path(args.output), rows[-1:])
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "versions"}), flush=True)
     return 0 if all(row["completed"] for row in rows) else 1
 
 
-def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
-    """One process of the entry script, read off its output."""
+def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> dict[str, Any]:
+    """One process of the entry script on samples of ``tokens``, read off its output."""
     command = [
         sys.executable, str(ROOT / "pretrain_video_dit.py"), "--config", f"model/{args.preset}",
         "--latent-data", args.latent_data, "--latent-valid-samples", "0", "--eval-iters", "0",
@@ -70,24 +77,25 @@ def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         command += ["--dsv-keep-ratio", str(args.keep_ratio)]
     command += args.extra
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                                "MASTER_PORT": "29511", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+                                "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                                "PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     done = subprocess.run(command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, check=False)
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         (Path(args.logs) / f"{args.preset}-{arm}-{args.transformer_impl}.log").write_text(done.stdout)
-    return row(args, arm, done.stdout, done.returncode, time.monotonic() - started)
+    return row(args, arm, tokens, done.stdout, done.returncode, time.monotonic() - started)
 
 
-def row(args: argparse.Namespace, arm: str, printed: str, status: int, wall_s: float) -> dict[str, Any]:
+def row(args: argparse.Namespace, arm: str, tokens: int, printed: str, status: int, wall_s: float) -> dict[str, Any]:
     """What a launch printed, as a row."""
     steps = {int(number): (float(ms), float(loss)) for number, ms, loss in STEP.findall(printed)}
     counted = [ms for number, (ms, _) in steps.items() if number > args.skip]
     if status or not counted:
-        print(printed[-6000:], file=sys.stderr)
+        print(printed[-6000:], f"FAILED {arm}: status {status}, {len(steps)} steps; {reason(printed)}", sep="\n",
+              file=sys.stderr)
     step_ms = statistics.median(counted) if counted else float("nan")
-    tokens = tokens_of(args)
     memory = [float(megabytes) for megabytes in MEMORY.findall(printed)]
     losses = [loss for _, loss in steps.values()]
     return {

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from gpus import need_gpus
 from torch import Tensor
 
 from megatron_dsv.kernels.block_scores.api import chunked_block_scores, pool_queries
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=_numbers, default=[tokens for tokens, _ in SHAPES[128]])
     parser.add_argument("--point-seconds", type=float, default=0.15)
     arguments = parser.parse_args()
+    need_gpus(parser, 1)
     parts = {"dense": dense_rows, "sparse": sparse_rows, "selection": selection_rows}
     rows = []
     with torch.no_grad():

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launches import reason
+
 from cp.block import ALONE, PLANNED
 from cp.train_cases import Case, predicted_ms
 from megatron_dsv.cli.plan import load_model
@@ -115,8 +117,9 @@ class TrainBench:
         flags = ["--config", self.model, *flags]
         if case.ranks > 1:
             flags += ["--context-parallel-size", str(case.ranks), "--dsv-cp-plan", "sequence"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks),
-                    "--master-port", str(29700 + number)]
+        # `--standalone` takes a free port, so that launches side by side do not meet.
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost",
+                    "--nproc-per-node", str(case.ranks)]
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
         if self.on_gpu and case.ranks == 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(number)
@@ -132,7 +135,7 @@ class TrainBench:
         steps = {int(number) - 1: (float(ms), float(loss)) for number, ms, loss in STEP.findall(output)}
         if status or len(steps) < case.steps:
             self.failures.append(f"{case.name}: status {status}, {len(steps)} of {case.steps} steps; "
-                                 f"{output.strip().splitlines()[-1] if output.strip() else 'no output'}")
+                                 f"{reason(output)}")
             say(output[-4000:])
         self.losses[case.name] = [loss for _, (_, loss) in sorted(steps.items())]
         peaks = {row["arm"]: row["peak_gib"] for row in map(json.loads, PEAK.findall(output))}

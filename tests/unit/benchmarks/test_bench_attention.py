@@ -228,7 +228,10 @@ def test_a_run_writes_a_row_for_every_point(monkeypatch, tmp_path, capsys):
     parts = tiny["selection_ms"] + tiny["forward_ms"] + tiny["backward_ms"]
     assert 0.5 * parts < tiny["total_ms"] < 2 * parts
     assert tiny["density"] == 0.5
-    assert "| tiny | block-64 | reference | uniform | 0.5 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("# no GPU was found, and this is the smoke suite: ")
+    assert "| tiny | block-64 | reference | uniform | 0.5 |" in printed
+    assert "| goal |" not in printed, "tiny shapes are held against no goal"
 
 
 def test_a_red_gate_prints_no_number_and_fails(monkeypatch, tmp_path, capsys):
