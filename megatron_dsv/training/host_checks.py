@@ -38,7 +38,11 @@ def check_folders(args: argparse.Namespace) -> None:
     for name in _WRITTEN:
         folder = getattr(args, name, None)
         if folder is not None and "://" not in folder:
-            _check_writable(name, folder)
+            try:
+                _check_writable(name, folder)
+            except OSError as error:
+                raise ValueError(f"{flag_of(name)} must be a folder that this host can write, got {folder}: "
+                                 f"{error.strerror}; mend that, or name another") from None
     for name in _READ:
         file = getattr(args, name, None)
         if file is not None and not Path(file).is_file():

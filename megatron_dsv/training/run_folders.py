@@ -24,8 +24,20 @@ def check_flags(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError, which concerns this host, for a folder to load with no checkpoint, or one to save to with one.
 
-    Prints a line on rank 0 if a run that resumes itself finds nothing yet.
+    So it does for one that this host cannot look into. Prints a line on rank 0 if a run that resumes itself finds
+    nothing yet.
     """
+    try:
+        _check(args)
+    except OSError as error:
+        folders = {"--save": args.save, "--load": args.load, "--pretrained-checkpoint": args.pretrained_checkpoint}
+        flag = next((flag for flag, folder in folders.items()
+                     if folder is not None and str(error.filename).startswith(str(Path(folder)))), "--load")
+        raise ValueError(f"{flag} must be a folder that this host can read, got {error.filename}: {error.strerror}; "
+                         "mend that, or give another folder") from None
+
+
+def _check(args: argparse.Namespace) -> None:
     resumes_itself = None not in (args.save, args.load) and Path(args.save).resolve() == Path(args.load).resolve()
     if args.save is not None and not resumes_itself and holds_checkpoint(Path(args.save)):
         newest = (Path(args.save) / TRACKER).read_text(errors="replace").strip()

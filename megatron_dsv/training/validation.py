@@ -153,10 +153,15 @@ def validate(args: argparse.Namespace, *, check_files: bool = True) -> None:
 def check_data_folder(folder: str) -> None:
     """Raise ValueError unless ``folder`` exists and holds what ``dsv prepare`` writes."""
     path = Path(folder)
-    if not path.is_dir():
+    try:
+        is_folder, is_prepared = path.is_dir(), (path / "dataset.json").is_file()
+    except OSError as error:
+        raise ValueError(f"--latent-data must be a folder that this host can read, got {folder}: {error.strerror}; "
+                         "mend that, or point to another") from None
+    if not is_folder:
         raise ValueError(f"--latent-data must be a folder written by `dsv prepare`, got {folder}, which "
                          f"{'is not a folder' if path.exists() else 'does not exist'}")
-    if not (path / "dataset.json").is_file():
+    if not is_prepared:
         raise ValueError(f"--latent-data must be a folder written by `dsv prepare`, got {folder}, which holds no "
                          "dataset.json; prepare it, or point to the folder that has one")
 

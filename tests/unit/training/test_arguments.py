@@ -8,6 +8,7 @@ import yaml
 
 from megatron_dsv.training import arguments
 from megatron_dsv.training.run_config import write_run_config
+from megatron_dsv.training.validation import check_data_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ["--config", "model/debug", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4",
@@ -168,6 +169,15 @@ def test_the_data_folder_must_hold_a_data_set(tmp_path):
         dry("--latent-data", str(empty), check_files=True)
     (empty / "dataset.json").write_text("{}")
     dry("--latent-data", str(empty), check_files=True)
+
+
+def test_a_data_folder_that_the_host_cannot_look_into(tmp_path, monkeypatch):
+    def stale(path):
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr("pathlib.Path.is_dir", stale)
+    with pytest.raises(ValueError, match=r"--latent-data must be a folder that this host can read, got .*: Stale f"):
+        check_data_folder(str(tmp_path))
 
 
 def test_a_mistake_in_a_file_names_the_file(tmp_path):

@@ -206,6 +206,10 @@ def test_output_folders_must_be_writable_folders(parsed, name, tmp_path, monkeyp
         check(file)
     with pytest.raises(ValueError, match=f"{flag} must be a folder, got .*, whose parent .*file is a file"):
         check(file / "below")
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.exists", lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        with pytest.raises(ValueError, match=f"{flag} must be a folder that this host can write, got .*: Stale f"):
+            check(tmp_path / "new")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match=f"{flag} must be a folder that this user may write"):
         check(tmp_path / "new")

@@ -34,6 +34,17 @@ def test_a_saved_run_can_be_loaded(run):
         run_folders.check(_args(**changes))
 
 
+@pytest.mark.parametrize("name", ["save", "load", "pretrained_checkpoint"])
+def test_a_folder_that_the_host_cannot_look_into(run, monkeypatch, name):
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be a folder that this host can read, got "
+                                         rf"{run}/.*: Permission denied; mend that, or give another folder$"):
+        run_folders.check(_args(**{name: str(run)}))
+
+
 def test_nothing_to_load(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
