@@ -40,20 +40,37 @@ class Expansion:
     gpus: int | None = None
 
 
+class _Number(str):
+    """A number or a date as it is written: a flag reads it as from the command line, text keeps its zeros."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML itself would resolve silently."""
+    """SafeLoader that leaves numbers as they are written, and refuses what YAML itself would resolve silently."""
+
+    def construct_number(self, node: yaml.ScalarNode) -> _Number:
+        return _Number(self.construct_scalar(node))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
-            if not isinstance(key, str):
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise ValueError(f"a key must be the name of a flag, got the merge key << (line {line}); use 'include' "
+                                 "to take over another file")
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or isinstance(key, _Number):
                 raise ValueError(f"a key must be text, the name of a flag, got {_short(key)} (line {line})")
             if key in seen:
                 raise ValueError(f"key {key!r} is given twice (line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+for _kind in ("int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
 
 
 def add_opposites(parser: argparse.ArgumentParser) -> None:
@@ -180,18 +197,22 @@ def _read(path: Path, parser: argparse.ArgumentParser, settings: dict[str, tuple
     include = content.pop("include", None) or []
     references = include if isinstance(include, list) else [include]
     for reference in references:
-        if not isinstance(reference, str):
+        if not isinstance(reference, str) or isinstance(reference, _Number):
             raise ValueError(f"{path.name}: include must be a file or preset, or a list of them, got "
                              f"{_short(reference)}")
         _read(_resolve(reference, path.parent, f"{path.name}: include"), parser, settings, expansion,
               (*parents, path))
     gpus = content.pop("gpus", None)
     if gpus is not None:
-        if type(gpus) is not int or gpus < 1:
+        if not isinstance(gpus, _Number) or not gpus.isdecimal() or int(gpus) < 1:
             raise ValueError(f"{path.name}: gpus must be an integer of at least 1, got {_short(gpus)}")
-        expansion.gpus = gpus
+        expansion.gpus = int(gpus)
+    set_by: dict[str, str] = {}
     for key, value in content.items():
         dest, tokens = _tokens(key, value, parser, path.name)
+        other = set_by.setdefault(dest, key)
+        if other != key:
+            raise ValueError(f"{path.name}: {other!r} and {key!r} set the same thing; keep one of them")
         # Popped first, so that the merged order is the order of the deciding files.
         settings.pop(dest, None)
         if tokens:
@@ -216,7 +237,7 @@ def _tokens(key: str, value: Any, parser: argparse.ArgumentParser, file: str) ->
         if not isinstance(value, bool):
             raise ValueError(f"{file}: {key} must be true or false, got {_short(value)}")
         return action.dest, [option if value else opposite(option)]
-    if isinstance(value, bool | dict):
+    if isinstance(value, bool | dict | set | bytes):
         raise ValueError(f"{file}: {key} takes a value, got {_short(value)}; quote it if it is text")
     if isinstance(value, list):
         if action.nargs is None:
@@ -236,8 +257,8 @@ def _flatten(value: list[Any], where: str, depth: int = 1) -> list[Any]:
         raise ValueError(f"{where} must be a list at most {_MAX_DEPTH} deep, got more")
     leaves: list[Any] = []
     for entry in value:
-        if isinstance(entry, dict | set | bytes) or entry is None:
-            raise ValueError(f"{where} must be a list of values, got {_short(entry)} in it")
+        if isinstance(entry, bool | dict | set | bytes) or entry is None:
+            raise ValueError(f"{where} must be a list of values, got {_short(entry)} in it; quote it if it is text")
         leaves += _flatten(entry, where, depth + 1) if isinstance(entry, list) else [entry]
     return leaves
 

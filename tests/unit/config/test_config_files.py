@@ -69,6 +69,16 @@ def test_include_is_relative_and_weaker_than_its_file(parser, write):
     assert expansion.origins == {"--size": "base.yaml", "--rate": "mid.yaml", "--word": "top.yaml"}
 
 
+@pytest.mark.parametrize("text", ["010", "1.10", "1_000", "12:30", "0x1f", "1.0e+3", "2026-01-02 03:04:05Z"])
+def test_text_that_looks_like_a_number_stays_as_it_is_written(parser, write, text):
+    assert parse(parser, ["--config", write("a.yaml", f"word: {text}\n")]).word == text
+
+
+def test_a_number_means_what_it_means_on_the_command_line(parser, write):
+    args = parse(parser, ["--config", write("a.yaml", "size: 010\nrate: 1.5e+3\nmany: [007, +8, 1_000]\n")])
+    assert (args.size, args.rate, args.many) == (10, 1500.0, [7, 8, 1000])
+
+
 def test_a_cycle_is_named(parser, write):
     write("b.yaml", "include: a.yaml\n")
     a = write("a.yaml", "include: b.yaml\n")
@@ -99,6 +109,12 @@ def test_a_cycle_is_named(parser, write):
     ("many: &x [*x]\n", "a.yaml: many must be a list at most 20 deep, got more"),
     ("many: [1, {a: 3}]\n", "a.yaml: many must be a list of values, got {'a': 3} in it"),
     ("many: [1, null]\n", "a.yaml: many must be a list of values, got None in it"),
+    ("many: [on]\n", "a.yaml: many must be a list of values, got True in it; quote it if it is text"),
+    ("word: !!binary aGk=\n", "a.yaml: word takes a value, got b'hi'; quote it if it is text"),
+    ("gpus: 0\n", "a.yaml: gpus must be an integer of at least 1, got 0"),
+    ("gpus: '8'\n", "a.yaml: gpus must be an integer of at least 1, got '8'"),
+    ("<<: {size: 3}\n", "a.yaml: a key must be the name of a flag, got the merge key << (line 1); use 'include'"),
+    ("fast: true\nno-fast: true\n", "a.yaml: 'fast' and 'no-fast' set the same thing; keep one of them"),
     ("many: [1, --size, 3]\n", "a.yaml: many takes values, got the flag --size among them"),
     (f"many: {'[' * 3000}\n", "a.yaml: lists and mappings must be at most 20 deep, got more"),
     ("size: !!python/object:os.system {}\n", "a.yaml: not valid YAML"),
