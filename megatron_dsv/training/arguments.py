@@ -23,6 +23,7 @@ from megatron_dsv.config_files import Expansion, add_opposites, expand, settings
 from megatron_dsv.training import run_folders
 from megatron_dsv.training.dry_run import asked_for
 from megatron_dsv.training.host_checks import check_host
+from megatron_dsv.training.launcher import LauncherError, check_launcher
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
 __all__ = ["HostError", "defaults", "dry_parse", "exit_with", "parse", "parse_or_raise", "validate"]
@@ -38,12 +39,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of the entry script; the result is also Megatron's global arguments.
 
     A mistake ends the process with status 2 and one line on stderr, printed by rank 0 alone (by the first rank of
-    each host if it concerns the host), with no traceback.
+    each host if it concerns the host, by all if the launcher gave them no rank), with no traceback.
 
     Args:
         argv: arguments without the program's name; ``--config`` may occur anywhere and more than once.
     """
     try:
+        check_launcher(os.environ)
         return parse_or_raise(argv)
     except (ValueError, NotImplementedError) as error:
         exit_with(error)
@@ -300,7 +302,7 @@ def _quiet_ranks() -> Iterator[None]:
 def exit_with(error: Exception, *, status: int = 2) -> NoReturn:
     """Print on the one rank that speaks, then leave with this status on every rank; 2 is misuse."""
     per_host = isinstance(error, HostError)
-    speaks = os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
+    speaks = isinstance(error, LauncherError) or os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
     if speaks:
         where = f" on {socket.gethostname()}" if per_host and int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(f"{os.path.basename(sys.argv[0]) or 'megatron-dsv'}: error{where}: {error}", file=sys.stderr, flush=True)

@@ -196,7 +196,8 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path):
 def test_one_rank_prints_one_line_and_all_exit_with_2(rank, local_rank, flags, lines, monkeypatch, capsys, tmp_path):
     slept = []
     monkeypatch.setattr(arguments.time, "sleep", slept.append)
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", "16")):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", "16"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
         arguments.parse([*BASE, "--latent-data", str(tmp_path / "gone"), *flags])
@@ -206,6 +207,30 @@ def test_one_rank_prints_one_line_and_all_exit_with_2(rank, local_rank, flags, l
     assert bool(slept) == (lines == 0)
     if lines and not flags:
         assert "error on " in error
+
+
+@pytest.mark.parametrize(("environment", "words"), [
+    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be a whole number of at least 1, got 'abc'; start ranks with torchrun"),
+    ({"RANK": "-1"}, "RANK must be a whole number of at least 0, got '-1'"),
+    ({"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number of at least 0, got ''"),
+    ({"RANK": "1"}, "RANK must be below WORLD_SIZE, which is not set, got 1"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE, 2, got 2"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs RANK, got none"),
+    ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE 2 needs MASTER_ADDR, got none"),
+    ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK must be below LOCAL_WORLD_SIZE, 4, got 4"),
+])
+def test_a_process_that_does_not_know_its_rank_says_so_at_once(environment, words, monkeypatch, capsys):
+    monkeypatch.setattr(arguments.time, "sleep", lambda _: pytest.fail("it does not speak"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        arguments.parse(BASE)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_dry_parse_leaves_no_trace(monkeypatch):
