@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 from gpus import need_gpus
-from launches import free_port, reason
+from launches import reason
 
 from megatron_dsv import presets
 from megatron_dsv.config_fields import parse_sizes
@@ -77,8 +77,7 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> dict[str, Any]:
         command += ["--dsv-keep-ratio", str(args.keep_ratio)]
     command += args.extra
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                                "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                                "PYTHONUNBUFFERED": "1"}
+                                "MASTER_PORT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     done = subprocess.run(command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, check=False)

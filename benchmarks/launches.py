@@ -1,9 +1,8 @@
-"""Launches of the training program by a benchmark: a port that nobody has, and why a launch failed."""
+"""Why a launch of the training program by a benchmark failed."""
 
 from __future__ import annotations
 
 import re
-import socket
 
 _REASONS = (
     # Of this project, of the system by way of torchrun's report, and of any other exception but torchrun's own.
@@ -11,13 +10,6 @@ _REASONS = (
     re.compile(r"Signal \d+ \(SIG\w+\).*$", re.MULTILINE),
     re.compile(r"^(?:\[\w+\]: ?)?(?!\S*ChildFailedError)\S*(?:Error|Exception): .+$", re.MULTILINE),
 )
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def reason(output: str) -> str:

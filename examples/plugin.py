@@ -1,18 +1,21 @@
 """DSV's attention in a TransformerBlock of one's own, trained for six steps: python examples/plugin.py"""
 import torch
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.metrics import Recorder
 from megatron_dsv.platform import cpu
-from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
-from megatron_dsv.transformer.layer_specs import get_dsv_layer_spec
 
-cpu.enable()  # Megatron on a host without CUDA; it does nothing on a GPU
+cpu.enable()  # Megatron on a host without CUDA, called before its first import; it does nothing on a GPU
+with cpu.optional_packages():  # no warnings that Transformer Engine and Apex are absent
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
+    from megatron_dsv.transformer.layer_specs import get_dsv_layer_spec
+
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)

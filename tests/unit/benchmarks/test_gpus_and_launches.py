@@ -1,6 +1,5 @@
 """Benchmarks on hosts without their GPUs, and launches of benchmarks that fail."""
 
-import socket
 import sys
 
 import bench_attention
@@ -11,7 +10,7 @@ import bench_timings
 import pytest
 import torch
 from cp import train
-from launches import free_port, reason
+from launches import reason
 
 REPORT = """
 ======================================================
@@ -67,11 +66,3 @@ def test_blocks_are_timed_by_ranks(monkeypatch, capsys):
 ])
 def test_a_failed_launch_says_why_in_one_line(output, why):
     assert reason(output) == why
-
-
-def test_a_port_that_is_taken_is_not_given():
-    port = free_port()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        assert free_port() != port

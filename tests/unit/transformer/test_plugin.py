@@ -1,5 +1,6 @@
 """DSV's attention inside a plain megatron.core TransformerBlock that this project did not write."""
 
+import ast
 import contextlib
 import io
 import re
@@ -239,6 +240,18 @@ def _example():
     assert losses == sorted(losses, reverse=True)
     assert names["controller"].profiled_at == 4
     assert all(report.sparse and 0 < report.recall <= 1 for report in names["controller"].layer_reports)
+
+
+def test_the_example_silences_megatron_s_warnings_of_optional_packages():
+    """They are raised where a module is first imported, so in a fresh process: seconds of it, hence read off here."""
+    program = ast.parse(EXAMPLE.read_text())
+    outside = [name for node in program.body if isinstance(node, ast.Import | ast.ImportFrom)
+               for name in [getattr(node, "module", None) or node.names[0].name]]
+    assert not [name for name in outside if name.split(".")[0] == "megatron"]
+    assert not set(outside) & {"megatron_dsv.training.dsv_controller", "megatron_dsv.transformer.layer_specs"}
+    steps = [ast.unparse(node) for node in program.body if isinstance(node, ast.Expr | ast.With)]
+    inside = next(index for index, step in enumerate(steps) if step.startswith("with cpu.optional_packages():"))
+    assert steps.index("cpu.enable()") < inside
 
 
 def test_the_example_of_the_readme_runs():
