@@ -21,8 +21,13 @@ def test_scripts_are_valid_bash(name):
 
 
 def dry_run(*flags, **environment):
-    done = subprocess.run([str(SLURM / "pretrain.sbatch"), *flags], capture_output=True, text=True, check=True,
+    """The command of a launch that is printed and not tried: the environment is on no host."""
+    done = subprocess.run([str(SLURM / "pretrain.sbatch"), *flags], capture_output=True, text=True,
                           env={"PATH": os.environ["PATH"], "HOME": "/home/user", "DRY_RUN": "1", **environment})
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert "error: the launch is not tried" in done.stderr
+    assert "/bin/python is not on this host; run it where it is" in done.stderr
     return shlex.split(done.stdout)
 
 
@@ -73,6 +78,21 @@ def test_without_slurm_nothing_is_created(tmp_path):
     site.write_text(f"DSV_VENV=/opt/dsv DSV_DATA=/data DSV_RUNS={tmp_path / 'runs'}\n")
     assert "it runs under Slurm: use sbatch" in refused("--config", "experiments/dsv-30b", DSV_ENV=str(site))
     assert list(tmp_path.iterdir()) == [site]
+
+
+def test_a_launch_that_was_tried_and_can_run_ends_well(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho tried \"$@\"\n")
+    python.chmod(0o755)
+    site = tmp_path / "site.sh"
+    site.write_text(f"DSV_VENV={tmp_path} DSV_DATA=/data DSV_RUNS={tmp_path / 'runs'}\n")
+    done = subprocess.run([str(SLURM / "pretrain.sbatch"), "--config", "experiments/dsv-30b"], capture_output=True,
+                          text=True, env={"PATH": os.environ["PATH"], "DRY_RUN": "1", "DSV_ENV": str(site)})
+    assert done.returncode == 0
+    assert done.stderr.startswith("tried ")
+    assert "--dry-run --dry-run-gpus 128" in done.stderr
+    assert shlex.split(done.stdout)[0] == f"{tmp_path}/bin/torchrun"
 
 
 def test_the_dry_run_tries_the_launch(tmp_path):
