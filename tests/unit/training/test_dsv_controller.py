@@ -80,6 +80,32 @@ def test_a_bad_gradient_on_one_rank_costs_every_rank_the_same_update():
     assert first[2] == 1
 
 
+def _looking_for_bad_gradients():
+    """(layers found, operations taken) for each kind of number in one gradient of the second layer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += 1
+            return function(*args, **(kwargs or {}))
+
+    optimizer, found = _controller(1).optimizer, []
+    for value in (1.0, 3e38, math.inf, -math.inf, math.nan):
+        optimizer.predictors[2].grads()[2][0, 0] = value
+        with Counts() as counts:
+            found.append((optimizer._non_finite_layers([1, 2]), counts.number))
+    return found
+
+
+def test_every_kind_of_bad_number_is_found_in_a_launch_a_gradient():
+    (found,) = run_ranks(_looking_for_bad_gradients, 1)
+    assert [layers for layers, _ in found] == [[], [], [2], [2], [2]]
+    # Two layers of four gradients, and what joins and reduces their norms.
+    assert all(number <= 8 + 16 for _, number in found)
+
+
 def _bad_gradient_of_one_stage():
     """Two ranks as two pipeline stages, the first with a bad gradient in both of its layers."""
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
