@@ -102,9 +102,11 @@ def read_sample(path: Path) -> tuple[Tensor, Tensor]:
         return stream.get_tensor("latents").float(), stream.get_tensor("text").float()
 
 
-def write_null_text(root: Path, text: Tensor) -> None:
-    """Writes the embedding [L, D] of the empty caption."""
-    write_atomically(root / NULL_TEXT_FILE, save({"text": text.contiguous()}))
+def write_null_text(root: Path, text: Tensor) -> str:
+    """Writes the embedding [L, D] of the empty caption and gives the file's checksum."""
+    content = save({"text": text.contiguous()})
+    write_atomically(root / NULL_TEXT_FILE, content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def read_null_text(root: Path) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_dsv.data import dataset_folder
+from megatron_dsv.data.fingerprints import file_sha256
 from megatron_dsv.data.holdout import Shape
 
 _FLAG = "--latent-data"
@@ -67,6 +68,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"text_length must be at least 1, got {text_length}")
         self.text_dim = int(self.text_description["dim"])
         self.digest: str = manifest["index_sha256"]
+        self._null_text_sha256: str | None = manifest.get("null_text_sha256")
         self.checksums: list[str] = [record["sha256"] for record in self._records]
         self.truncated_texts = sum(record["text_tokens"] > self.text_length for record in self._records)
         if self.truncated_texts:
@@ -101,11 +103,15 @@ class LatentDataset(Dataset[dict[str, Any]]):
         """Looks at every sample file's existence and size, and reads none but the embedding of the empty caption.
 
         Raises:
-            ValueError: some are missing or of another size; the message names --latent-data, the first and how many.
+            ValueError: some are missing or of another size, or that embedding is not the one that was prepared; the
+                message names --latent-data, the first and how many.
         """
+        null_text = self.root / dataset_folder.NULL_TEXT_FILE
         if self.null_text.shape[1] != self.text_dim:
-            raise _damaged(self.root / dataset_folder.NULL_TEXT_FILE,
+            raise _damaged(null_text,
                            f"has width {self.null_text.shape[1]} where the data set's text has {self.text_dim}")
+        if file_sha256(null_text) != self._null_text_sha256:
+            raise _damaged(null_text, "differs from its checksum")
         parts = [self._records[start:start + _STAT_CHUNK] for start in range(0, len(self._records), _STAT_CHUNK)]
         # Threads, because a file system over a network takes its time for each file.
         with ThreadPoolExecutor(_STAT_THREADS) as pool:

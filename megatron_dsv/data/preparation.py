@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
     sources, ignored = scan(options.input, options.output)
     _make_folder(options.output)
     with _locked(options.output):
-        _open_output(options.output, settings, text_encoder)
+        null_text = _open_output(options.output, settings, text_encoder)
         report = PreparationReport(videos=len(sources), ignored_files=ignored)
         report.unused_caption_rows = captions.rows_without({source_name(options.input, path) for path in sources})
         plan = plan_sources(options.input, options.output, sources, captions, prune=options.prune)
@@ -117,7 +117,7 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         report.kept = sorted(({"source": video.entry["source"], "reason": video.reason, "samples": len(video.samples)}
                               for video in kept), key=lambda video: video["source"])
         _account(report, entries, text_encoder)
-        _finish(options.output, settings, entries, journaled, report)
+        _finish(options.output, settings, null_text, entries, journaled, report)
     return report
 
 
@@ -186,26 +186,40 @@ def _refuse_foreign(root: Path) -> None:
                          f"{foreign[0]}")
 
 
-def _open_output(root: Path, settings: dict[str, Any], text_encoder: TextEncoder) -> None:
-    """Starts a data set, or checks that the one there has the same settings; clears what a stopped run left."""
+def _open_output(root: Path, settings: dict[str, Any], text_encoder: TextEncoder) -> str:
+    """Starts a data set, or checks that the one there has the same settings; clears what a stopped run left.
+
+    Returns:
+        checksum of the embedding of the empty caption, which is there and whole from now on.
+    """
     if (root / dataset_folder.DATASET_FILE).exists():
-        known = dataset_folder.read_dataset_json(root, "--output")["settings"]
-        before, now = _comparable(known), _comparable(settings)
+        manifest = dataset_folder.read_dataset_json(root, "--output")
+        before, now = _comparable(manifest["settings"]), _comparable(settings)
         changed = [name for name in now if before.get(name) != now[name]]
         if changed:
             name = changed[0]
             raise ValueError(f"{_FLAG_OF_SETTING[name]} must be as it was when {root} was prepared "
                              f"({json.dumps(before.get(name))}), got {json.dumps(now[name])}; "
                              "for other settings use another --output")
+        null_text = _whole_null_text(root, manifest.get("null_text_sha256"), text_encoder)
     else:
         _refuse_foreign(root)
-        dataset_folder.write_null_text(root, text_encoder.encode([""])[0])
+        null_text = _whole_null_text(root, None, text_encoder)
         dataset_folder.write_json(root / dataset_folder.DATASET_FILE, {
             "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION, "settings": settings})
     for partial in [*root.glob(".*.tmp"), *root.glob(f"{dataset_folder.SAMPLES_FOLDER}/*/.*.tmp")]:
         partial.unlink(missing_ok=True)
     journal = root / dataset_folder.JOURNAL_FILE
     dataset_folder.write_atomically(journal, dataset_folder.lines_to_bytes(dataset_folder.read_lines(journal)))
+    return null_text
+
+
+def _whole_null_text(root: Path, known: str | None, text_encoder: TextEncoder) -> str:
+    """Checksum of the embedding of the empty caption, written anew unless it is there with the known checksum."""
+    with suppress(OSError):
+        if known is not None and file_sha256(root / dataset_folder.NULL_TEXT_FILE) == known:
+            return known
+    return dataset_folder.write_null_text(root, text_encoder.encode([""])[0])
 
 
 @contextmanager
@@ -272,8 +286,8 @@ def _account(report: PreparationReport, entries: list[dict[str, Any]], text_enco
     report.notes = {note: count for note, count in sorted(notes.items()) if count}
 
 
-def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]], journaled: list[dict[str, Any]],
-            report: PreparationReport) -> None:
+def _finish(root: Path, settings: dict[str, Any], null_text: str, entries: list[dict[str, Any]],
+            journaled: list[dict[str, Any]], report: PreparationReport) -> None:
     """Writes index, dataset.json, the compacted journal and the report; removes samples that nothing refers to."""
     lines = [sample for entry in entries for sample in entry["samples"]]
     index = root / dataset_folder.INDEX_FILE
@@ -282,8 +296,7 @@ def _finish(root: Path, settings: dict[str, Any], entries: list[dict[str, Any]],
         dataset_folder.write_json(root / dataset_folder.DATASET_FILE, {
             "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION, "settings": settings,
             "num_samples": len(lines), "index_sha256": file_sha256(index),
-            "null_text": dataset_folder.NULL_TEXT_FILE,
-            "null_text_sha256": file_sha256(root / dataset_folder.NULL_TEXT_FILE)})
+            "null_text": dataset_folder.NULL_TEXT_FILE, "null_text_sha256": null_text})
         stale = dataset_folder.listed_sample_files(root) - {line["file"] for line in lines}
         for file in stale:
             (root / file).unlink()

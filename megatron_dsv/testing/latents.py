@@ -32,12 +32,12 @@ def write_latents(folder: Path, shapes: Sequence[tuple[int, int, int]], *, chann
         facts = {"shape": list(latents.shape), "caption": caption, "source": f"{number}.mp4",
                  "text_tokens": text.shape[0]}
         lines.append(dataset_folder.write_sample(folder, key, latents.float(), text, facts))
-    dataset_folder.write_null_text(folder, encoder.encode([""])[0])
+    null_text = dataset_folder.write_null_text(folder, encoder.encode([""])[0])
     index = dataset_folder.lines_to_bytes(lines)
     dataset_folder.write_atomically(folder / dataset_folder.INDEX_FILE, index)
     dataset_folder.write_json(folder / dataset_folder.DATASET_FILE, {
         "format": dataset_folder.FORMAT, "version": dataset_folder.FORMAT_VERSION,
-        "index_sha256": hashlib.sha256(index).hexdigest(),
+        "index_sha256": hashlib.sha256(index).hexdigest(), "null_text_sha256": null_text,
         "settings": {"codec": build_codec("haar", channels=channels).describe(),
                      "text_encoder": encoder.describe()}})
     return folder

@@ -134,6 +134,8 @@ def test_files_are_looked_at_without_reading_them(prepared: Path, threads: int,
     (Path.unlink, "null_text.safetensors is missing"),
     (cut, "null_text.safetensors Error while deserializing header"),
     (lambda path: dataset_folder.write_null_text(path.parent, torch.zeros(1, 7)), "has width 7 where .* text has 8"),
+    (lambda path: dataset_folder.write_null_text(path.parent, torch.full((1, 8), torch.nan)),
+     "null_text.safetensors differs from its checksum; list all"),
 ])
 def test_the_empty_caption_is_looked_at_too(prepared: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(prepared / "null_text.safetensors")

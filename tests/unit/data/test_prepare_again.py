@@ -156,3 +156,17 @@ def test_samples_of_videos_that_cannot_be_seen_are_kept(small_videos: Path, tmp_
     assert main(flags(small_videos, fresh)) == 0
     assert tree(out) == tree(fresh)
     assert (report(out)["removed_samples"], report(out)["kept"]) == (2, [])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-8] + b"damaged!")])
+def test_a_lost_or_damaged_embedding_of_the_empty_caption_is_written_again(
+        small_videos: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    out = tmp_path / "set"
+    assert main(flags(small_videos, out)) == 0
+    before = tree(out)
+    damage(out / "null_text.safetensors")
+    assert main(["prepare", "--verify", str(out)]) == 1
+    assert main(flags(small_videos, out)) == 0
+    assert tree(out) == before
+    assert report(out)["reused_videos"] == 3
+    assert main(["prepare", "--verify", str(out)]) == 0
