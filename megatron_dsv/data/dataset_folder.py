@@ -73,8 +73,17 @@ def write_sample(root: Path, key: str, latents: Tensor, text: Tensor, facts: dic
     return _index_line(key, content, facts)
 
 
-def recover_sample(root: Path, key: str) -> dict[str, Any] | None:
-    """Index line of a sample that is already there, from its file alone; None if it is not there or not readable."""
+def recover_sample(root: Path, key: str, checksum: str | None) -> dict[str, Any] | None:
+    """Index line of a sample that is already there, from its file alone.
+
+    Args:
+        root: the data set.
+        key: name of the sample.
+        checksum: sha256 of the file as it was written; None if no line of an earlier run tells.
+
+    Returns:
+        the line; None if the file is not there, not readable, or not as it was written.
+    """
     path = root / sample_file(key)
     try:
         content = path.read_bytes()
@@ -83,7 +92,8 @@ def recover_sample(root: Path, key: str) -> dict[str, Any] | None:
             stream.get_slice("latents"), stream.get_slice("text")
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
-    return _index_line(key, content, facts)
+    line = _index_line(key, content, facts)
+    return line if checksum in (None, line["sha256"]) else None
 
 
 def _index_line(key: str, content: bytes, facts: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from megatron_dsv.data.clip_plan import PixelBucket
 from megatron_dsv.data.codecs import VideoCodec
 from megatron_dsv.data.fingerprints import file_sha256, json_sha256
 from megatron_dsv.data.preparation_report import PreparationReport
-from megatron_dsv.data.source_plan import KeptVideo, plan_sources, scan, source_name
+from megatron_dsv.data.source_plan import KeptVideo, SourcePlan, plan_sources, scan, source_name
 from megatron_dsv.data.text import TextEncoder
 from megatron_dsv.data.video_preparation import VideoJob, prepare_in_worker, prepare_video, start_worker
 
@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         done, samples = len(sources) - len(plan.todo), sum(len(entry["samples"]) for entry in entries)
         progress(done, len(sources), samples)
         identity = json_sha256(_comparable(settings))
-        jobs = (_job(options, path, caption, text_encoder, identity) for path, caption in plan.todo)
+        jobs = (_job(options, path, caption, text_encoder, identity, plan) for path, caption in plan.todo)
         with (options.output / dataset_folder.JOURNAL_FILE).open("ab") as journal:
             for entry in _run(jobs, options, codec, settings["codec"]):
                 if not plan.keep_if_unreadable(entry):
@@ -234,10 +234,12 @@ def _locked(root: Path) -> Iterator[None]:
         yield
 
 
-def _job(options: PrepareOptions, path: Path, caption: Caption, text_encoder: TextEncoder, identity: str) -> VideoJob:
-    return VideoJob(options.output, path, source_name(options.input, path), caption.text, caption.origin,
-                    text_encoder.encode([caption.text])[0], options.buckets, options.fps, options.stride,
-                    options.clips_per_video, options.latent_dtype, identity)
+def _job(options: PrepareOptions, path: Path, caption: Caption, text_encoder: TextEncoder, identity: str,
+         plan: SourcePlan) -> VideoJob:
+    source = source_name(options.input, path)
+    return VideoJob(options.output, path, source, caption.text, caption.origin, text_encoder.encode([caption.text])[0],
+                    options.buckets, options.fps, options.stride, options.clips_per_video, options.latent_dtype,
+                    identity, plan.checksums.get(source, {}))
 
 
 def _run(jobs: Iterable[VideoJob], options: PrepareOptions, codec: VideoCodec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class SourcePlan:
         dropped: videos that cannot be used: source, reason (duplicate, unreadable_caption, empty_caption), detail.
         kept: videos of earlier runs that are missing, or whose caption cannot be read.
         fallback: by source, what is kept of a video to prepare if it turns out to be unreadable.
+        checksums: by source, sha256 of its sample files, by file, as earlier runs wrote them down.
     """
 
     todo: list[tuple[Path, Caption]] = field(default_factory=list)
@@ -48,6 +50,7 @@ class SourcePlan:
     dropped: list[dict[str, Any]] = field(default_factory=list)
     kept: list[KeptVideo] = field(default_factory=list)
     fallback: dict[str, KeptVideo] = field(default_factory=dict)
+    checksums: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def keep_if_unreadable(self, entry: dict[str, Any]) -> bool:
         """Whether a new journal entry says that nothing of a video could be read, and an earlier run's is kept."""
@@ -139,7 +142,19 @@ def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Capt
             plan.fallback.update((source, video) for video in keep(source, UNREADABLE))
     for source in journal.keys() - {source_name(folder, path) for path in sources}:
         plan.kept += keep(source, MISSING)
+    if plan.todo:
+        plan.checksums = _checksums(output, journal.values())
     return plan
+
+
+def _checksums(output: Path, journal: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """By source, sha256 of its sample files, by file. The journal may be lost, or be newer than the index."""
+    index = dataset_folder.read_lines(output / dataset_folder.INDEX_FILE)
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for line in [*index, *(sample for entry in journal for sample in entry["samples"])]:
+        if line.keys() >= {"source", "file", "sha256"}:  # an index may be damaged and still parse
+            found[line["source"]][line["file"]] = line["sha256"]
+    return found
 
 
 def _copies(sources: list[Path]) -> dict[Path, Path]:

@@ -35,6 +35,7 @@ class VideoJob:
         text: embedding fp32 [L, D] of the caption.
         buckets, fps, stride, clips_per_video, latent_dtype: see ``PrepareOptions``.
         settings_sha256: of all settings that change a sample's bytes.
+        checksums: sha256 of the video's sample files, by file, as earlier runs wrote them down.
     """
 
     root: Path
@@ -49,12 +50,13 @@ class VideoJob:
     clips_per_video: int | None
     latent_dtype: str
     settings_sha256: str
+    checksums: dict[str, str]
 
 
 def prepare_video(job: VideoJob, codec: VideoCodec) -> dict[str, Any]:
     """Writes the samples of one video and gives its journal entry.
 
-    Samples that are already there are kept. What cannot be used is not an error: it is listed under ``dropped`` with
+    Samples that are already there, and are as they were written, are kept. What cannot be used is not an error: it is listed under ``dropped`` with
     ``reason`` (unreadable, too_short, non_finite_latents) and ``detail``.
     """
     entry: dict[str, Any] = {"source": job.source, "caption": job.caption, "caption_origin": job.caption_origin,
@@ -105,7 +107,7 @@ def _prepare_clip(job: VideoJob, codec: VideoCodec, reader: video_io.FrameReader
                   facts: dict[str, Any]) -> dict[str, Any] | None:
     """Index line of one clip, written now or before; None if its latents are not finite."""
     key = json_sha256([facts, job.settings_sha256])[:32]
-    known = dataset_folder.recover_sample(job.root, key)
+    known = dataset_folder.recover_sample(job.root, key, job.checksums.get(dataset_folder.sample_file(key)))
     if known is not None:
         return known
     latents = codec.encode(reader.read(chosen))

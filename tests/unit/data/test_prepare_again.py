@@ -170,3 +170,24 @@ def test_a_lost_or_damaged_embedding_of_the_empty_caption_is_written_again(
     assert tree(out) == before
     assert report(out)["reused_videos"] == 3
     assert main(["prepare", "--verify", str(out)]) == 0
+
+
+@pytest.mark.parametrize("lost", [None, "journal.jsonl", "index.jsonl"])
+def test_a_damaged_sample_is_encoded_again_and_gets_no_new_checksum(small_videos: Path, tmp_path: Path,
+                                                                    lost: str | None) -> None:
+    out = tmp_path / "set"
+    assert main(flags(small_videos, out)) == 0
+    before = tree(out)
+    damaged = out / LatentDataset(out).facts(0)["file"]
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert main(["prepare", "--verify", str(out)]) == 1
+    # Whatever makes the next run look at the videos again.
+    for path in small_videos.iterdir():
+        os.utime(path, (1, 1))
+    if lost is not None:
+        (out / lost).unlink()
+    assert main(flags(small_videos, out)) == 0
+    assert tree(out) == before
+    assert main(["prepare", "--verify", str(out)]) == 0
