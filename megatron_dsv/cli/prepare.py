@@ -105,10 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(root: Path) -> int:
+    from megatron_dsv.data.dataset_folder import printable
     from megatron_dsv.data.verification import verify
 
     problems = verify(root)
-    print("\n".join(problems) if problems else f"{root}: every file is as it was written")
+    print(printable("\n".join(problems) if problems else f"{root}: every file is as it was written"))
     return 1 if problems else 0
 
 

@@ -49,6 +49,11 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def printable(name: str) -> str:
+    """A path's text with the bytes escaped that are not UTF-8: JSON and terminals cannot take them."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def sample_file(key: str) -> str:
     """Path of a sample's file relative to the data set, of a key in hexadecimal."""
     return f"{SAMPLES_FOLDER}/{key[:2]}/{key}.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def folder_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in _WEIGHT_SUFFIXES:
-            digest.update(f"{path.name}\n{file_sha256(path)}\n".encode())
+            digest.update(os.fsencode(path.name) + f"\n{file_sha256(path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -148,10 +148,16 @@ def _settings(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEnco
             codec.latent_shape(bucket.frames, bucket.height, bucket.width)
         except ValueError as error:
             raise ValueError(f"{error} (clips of {bucket})") from error
-    return {"codec": codec.describe(), "text_encoder": text_encoder.describe(),
-            "buckets": sorted(str(bucket) for bucket in options.buckets), "fps": options.fps,
-            "clips_per_video": options.clips_per_video, "stride": options.stride,
-            "latent_dtype": options.latent_dtype, "input": str(options.input.resolve())}
+    settings = {"codec": codec.describe(), "text_encoder": text_encoder.describe(),
+                "buckets": sorted(str(bucket) for bucket in options.buckets), "fps": options.fps,
+                "clips_per_video": options.clips_per_video, "stride": options.stride,
+                "latent_dtype": options.latent_dtype, "input": str(options.input.resolve())}
+    for name, part in settings.items():
+        text = json.dumps(part, ensure_ascii=False)
+        if dataset_folder.printable(text) != text:
+            raise ValueError(f"{_FLAG_OF_SETTING[name]} must take folders whose names are UTF-8, got "
+                             f"{dataset_folder.printable(text)}; rename the folder")
+    return settings
 
 
 _FLAG_OF_SETTING = {"codec": "--codec", "text_encoder": "--text-encoder", "buckets": "--height, --width, --frames or "

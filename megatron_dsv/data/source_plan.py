@@ -39,7 +39,8 @@ class SourcePlan:
     Attributes:
         todo: videos to prepare, with their captions.
         finished: journal entries of videos that an earlier run finished and that have not changed.
-        dropped: videos that cannot be used: source, reason (duplicate, unreadable_caption, empty_caption), detail.
+        dropped: videos that cannot be used: source, reason (name_not_utf8, duplicate, unreadable_caption,
+            empty_caption), detail.
         kept: videos of earlier runs that are missing, or whose caption cannot be read.
         fallback: by source, what is kept of a video to prepare if it turns out to be unreadable.
         checksums: by source, sha256 of its sample files, by file, as earlier runs wrote them down.
@@ -63,8 +64,8 @@ class SourcePlan:
 
 
 def scan(folder: Path, output: Path) -> tuple[list[Path], list[str]]:
-    """Videos and images under a folder in order, and the names of files of no use; hidden files and the output are not
-    looked at.
+    """Videos and images under a folder in order, and the names of files of no use, printable; hidden files and the
+    output are not looked at.
 
     Raises:
         ValueError: there is no video and no image.
@@ -78,7 +79,7 @@ def scan(folder: Path, output: Path) -> tuple[list[Path], list[str]]:
         if suffix in video_io.VIDEO_SUFFIXES | video_io.IMAGE_SUFFIXES:
             sources.append(path)
         elif suffix not in _CAPTION_SUFFIXES:
-            ignored.append(source_name(folder, path))
+            ignored.append(dataset_folder.printable(source_name(folder, path)))
     if not sources:
         raise ValueError(f"--input must hold videos or images ({', '.join(sorted(video_io.VIDEO_SUFFIXES))}, "
                          f"{', '.join(sorted(video_io.IMAGE_SUFFIXES))}), got {folder}, which has none")
@@ -112,14 +113,21 @@ def plan_sources(folder: Path, output: Path, sources: list[Path], captions: Capt
     """
     plan = SourcePlan()
     journal = {entry["source"]: entry for entry in dataset_folder.read_lines(output / dataset_folder.JOURNAL_FILE)}
-    copies = _copies(sources)
+    named = []
+    for path in sources:
+        shown = dataset_folder.printable(source_name(folder, path))
+        if shown == source_name(folder, path):
+            named.append(path)
+        else:
+            plan.dropped.append({"source": shown, "reason": "name_not_utf8", "detail": "rename it"})
+    copies = _copies(named)
 
     def keep(source: str, reason: str) -> list[KeptVideo]:
         entry = journal.get(source)
         samples = [] if entry is None or prune else [sample for sample in entry["samples"] if _is_whole(output, sample)]
         return [KeptVideo(entry, samples, reason)] if entry is not None and samples else []
 
-    for path in sources:
+    for path in named:
         source = source_name(folder, path)
         if path in copies:
             plan.dropped.append({"source": source, "reason": "duplicate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -233,3 +234,33 @@ def test_one_writer_at_a_time_and_nothing_prepared(small_videos: Path, tmp_path:
     assert "--output must not be in use" in capsys.readouterr().err
     assert main([*flags(small_videos, out), "--frames", "81"]) == 1
     assert "--input gave no sample" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_names_that_are_not_utf8_cost_the_video_and_nothing_else(small_videos: Path, tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = os.fsdecode(b"\xe9.mp4")
+    try:
+        # In order the first of two copies: the one that has a name is prepared.
+        (small_videos / "clip_1.mp4").rename(small_videos / f"b{foreign}")
+        shutil.copy(small_videos / f"b{foreign}", small_videos / "c.mp4")
+        (small_videos / f"note{foreign}.dat").write_text("x")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    out = tmp_path / os.fsdecode(b"s\xe9t")
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(flags(small_videos, out)) == 0
+        printed = capsys.readouterr().out
+        assert "\n  b\\xe9.mp4: name_not_utf8, rename it" in printed.encode().decode()
+        found = report(out)
+        assert found["dropped"] == [{"source": "b\\xe9.mp4", "reason": "name_not_utf8", "detail": "rename it"}]
+        assert (found["samples"], found["ignored_files"]) == (6, ["note\\xe9.mp4.dat"])
+    (out / "null_text.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["prepare", "--verify", str(out)]) == 1
+    assert capsys.readouterr().out.encode().endswith(b"s\\xe9t/null_text.safetensors: No such file or directory\n")
+    moved = small_videos.rename(tmp_path / os.fsdecode(b"v\xe9"))
+    assert main(flags(moved, tmp_path / "other")) == 2
+    assert re.search(r'--input must take folders whose names are UTF-8, got ".*/v\\xe9"; rename the folder',
+                     capsys.readouterr().err)
+    assert not (tmp_path / "other").exists()
