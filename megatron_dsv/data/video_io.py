@@ -34,7 +34,7 @@ class VideoInfo:
     """What a video file holds.
 
     Attributes:
-        width, height: pixels as displayed, that is after rotation and with square pixels.
+        width, height: pixels as displayed, that is upright and with square pixels.
         pts: presentation timestamps of all frames, ascending, in units of the stream's time base.
         times: the same in seconds, from 0 for the first frame.
         keyframes: timestamps where decoding can start, ascending, in units of the time base.
@@ -72,7 +72,7 @@ def probe(path: Path) -> VideoInfo:
     except (av.error.FFmpegError, OSError, EOFError) as error:
         raise UnreadableVideoError(_reason(error)) from error
     width, height = max(1, round(first.width * aspect)), first.height
-    if first.rotation % 180:
+    if _display_turn(first)[0]:
         width, height = height, width
     if is_image(path):
         return VideoInfo(width, height, (0,), (0.0,))
@@ -241,15 +241,32 @@ def _pixel_aspect(container: Any) -> float:
     return float(ratio) if ratio else 1.0
 
 
+def _display_turn(frame: Any) -> tuple[bool, bool, bool]:
+    """How a decoded frame is turned upright: whether its axes are swapped, then its rows, then its columns reversed.
+
+    Phones, cameras and editors ask for any of the eight turns and mirrorings; other angles count as the nearest.
+    """
+    stored = frame.side_data.get("DISPLAYMATRIX")
+    if stored is None:
+        return False, False, False
+    # The pixel at column x and row y is displayed at column a x + c y and row b x + d y.
+    a, b, _, c, d = np.frombuffer(bytes(stored), np.int32)[:5].tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return True, b < 0, c < 0
+    return False, d < 0, a < 0
+
+
 def _fit(frame: Any, aspect: float, reformatter: VideoReformatter, height: int, width: int) -> np.ndarray:
     """One frame as uint8 RGB [height, width, 3]: scaled to cover, turned upright, cropped at the centre."""
-    turned = frame.rotation % 180 != 0
-    box_height, box_width = (width, height) if turned else (height, width)
+    swapped, rows_reversed, columns_reversed = _display_turn(frame)
+    box_height, box_width = (width, height) if swapped else (height, width)
     scale = max(box_width / (frame.width * aspect), box_height / frame.height)
     fitted = reformatter.reformat(frame, width=max(box_width, round(frame.width * aspect * scale)),
                                   height=max(box_height, round(frame.height * scale)), format="rgb24",
                                   interpolation="BICUBIC")
-    pixels = np.rot90(fitted.to_ndarray(), frame.rotation // 90)
+    pixels = fitted.to_ndarray()
+    pixels = pixels.swapaxes(0, 1) if swapped else pixels
+    pixels = pixels[::-1 if rows_reversed else 1, ::-1 if columns_reversed else 1]
     top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
     return np.ascontiguousarray(pixels[top:top + height, left:left + width])
 

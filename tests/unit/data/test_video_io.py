@@ -79,16 +79,19 @@ def test_scaled_to_cover_and_cropped_at_the_centre(tmp_path: Path) -> None:
     assert tall[..., 4:-4].mean() > 0.8
 
 
-@pytest.mark.parametrize("turn", [90, 180, 270])
-def test_rotated_phone_video_is_turned_upright(tmp_path: Path, turn: int) -> None:
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("turn", [0, 90, 180, 270])
+def test_turned_and_mirrored_phone_video_is_upright(tmp_path: Path, turn: int, mirrored: bool) -> None:
     upright = quadrants()
     path = tmp_path / "phone.mp4"
-    write_mp4(path, torch.rot90(upright, turn // 90, (2, 3)).expand(-1, 3, -1, -1), 10)
+    stored = torch.rot90(upright, turn // 90, (2, 3))
+    write_mp4(path, (stored.flip(3) if mirrored else stored).expand(-1, 3, -1, -1), 10)
     content = bytearray(path.read_bytes())
-    # Display matrix of the track header: a clockwise turn that undoes the turn above.
-    cos, sin = {90: (0, 1), 180: (-1, 0), 270: (0, -1)}[turn]
+    # Display matrix of the track header: the mirroring undone, then a clockwise turn that undoes the turn above.
+    cos, sin = {0: (1, 0), 90: (0, 1), 180: (-1, 0), 270: (0, -1)}[turn]
+    side = -1 if mirrored else 1
     matrix = b"".join((value & 0xFFFFFFFF).to_bytes(4, "big") for value in (
-        cos << 16, sin << 16, 0, -sin << 16, cos << 16, 0, 0, 0, 1 << 30))
+        side * cos << 16, side * sin << 16, 0, -sin << 16, cos << 16, 0, 0, 0, 1 << 30))
     start = content.index(b"tkhd") + 4 + 40
     content[start:start + 36] = matrix
     path.write_bytes(content)
