@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clips.add_argument("--bucket", nargs="+", action="extend", default=[], metavar="HxWxF", help="several shapes in "
                        "place of --height, --width and --frames; each video takes the nearest that it fills, and "
                        "still images take those of one frame")
-    clips.add_argument("--fps", type=float, metavar="RATE", help="resample to this rate (default: each video's own)")
+    clips.add_argument("--fps", type=float, metavar="RATE", help="resample to this rate, and drop videos whose "
+                       "timestamps jump by seconds (default: each video's own rate)")
     clips.add_argument("--clips-per-video", default="all", metavar="N|all", help="clips spread evenly over each video "
                        "(default: all)")
     clips.add_argument("--stride", type=int, metavar="N", help="frames from clip to clip (default: --frames)")

@@ -23,10 +23,16 @@ from torch import Tensor
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts"})
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 _H264_ENCODER = "libx264"
+# A still scene in a recording of changing rate may pause for seconds; beyond this, timestamps are wrong or frames lost.
+_PAUSE_SECONDS, _PAUSE_INTERVALS, _LONGEST_INTERVAL_SECONDS = 5.0, 20, 60.0
 
 
 class UnreadableVideoError(ValueError):
     """A file that cannot be decoded as video; the message says why in one line, without the path."""
+
+
+class TimestampJumpError(ValueError):
+    """Timestamps that a video cannot be resampled by; the message says where in one line, without the path."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,17 @@ def resampled_frames(times: Sequence[float], fps: float | None) -> list[int]:
     Args:
         times: seconds of each frame, ascending from 0.
         fps: wanted rate; None keeps every frame as it is. A rate above the video's repeats frames.
+
+    Raises:
+        TimestampJumpError: a frame comes so long after the one before it that clips would show one picture throughout.
     """
     if fps is None or len(times) < 2:
         return list(range(len(times)))
     known = np.asarray(times, dtype=np.float64)
-    interval = float(np.median(np.diff(known)))
+    gaps = np.diff(known)
+    interval, longest = float(np.median(gaps)), int(np.argmax(gaps))
+    if gaps[longest] > min(max(_PAUSE_SECONDS, _PAUSE_INTERVALS * interval), _LONGEST_INTERVAL_SECONDS):
+        raise TimestampJumpError(f"by {gaps[longest]:.6g} s after {known[longest]:.2f} s; remux or cut the file")
     count = int((known[-1] + interval) * fps + 1e-6)
     wanted = np.arange(count) / fps
     after = np.clip(np.searchsorted(known, wanted), 1, len(known) - 1)

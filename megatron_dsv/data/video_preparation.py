@@ -56,8 +56,8 @@ class VideoJob:
 def prepare_video(job: VideoJob, codec: VideoCodec) -> dict[str, Any]:
     """Writes the samples of one video and gives its journal entry.
 
-    Samples that are already there, and are as they were written, are kept. What cannot be used is not an error: it is listed under ``dropped`` with
-    ``reason`` (unreadable, too_short, non_finite_latents) and ``detail``.
+    Samples that are already there as they were written are kept. What cannot be used is not an error: it is listed
+    under ``dropped`` with ``reason`` (unreadable, timestamps_jump, too_short, non_finite_latents) and ``detail``.
     """
     entry: dict[str, Any] = {"source": job.source, "caption": job.caption, "caption_origin": job.caption_origin,
                              "samples": [], "dropped": [], "notes": []}
@@ -75,7 +75,11 @@ def prepare_video(job: VideoJob, codec: VideoCodec) -> dict[str, Any]:
     except video_io.UnreadableVideoError as error:
         drop("unreadable", str(error))
         return entry
-    frames = video_io.resampled_frames(info.times, job.fps)
+    try:
+        frames = video_io.resampled_frames(info.times, job.fps)
+    except video_io.TimestampJumpError as error:
+        drop("timestamps_jump", str(error))
+        return entry
     bucket = choose_bucket(job.buckets, info.height, info.width, len(frames))
     if bucket is None:
         drop("too_short", _too_short(len(frames), job))

@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prepare_runs import SHAPE, flags, report, tree
@@ -264,3 +266,22 @@ def test_names_that_are_not_utf8_cost_the_video_and_nothing_else(small_videos: P
     assert re.search(r'--input must take folders whose names are UTF-8, got ".*/v\\xe9"; rename the folder',
                      capsys.readouterr().err)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_video_whose_timestamps_jump_is_dropped_where_they_count(small_videos: Path, tmp_path: Path) -> None:
+    import av
+
+    with av.open(str(small_videos / "far.mkv"), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for milliseconds in (0, 40, 80, 120, 160, 10**12):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), milliseconds % 251, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert main(flags(small_videos, tmp_path / "set", "--fps", "24")) == 0
+    assert report(tmp_path / "set")["dropped"] == [{
+        "source": "far.mkv", "reason": "timestamps_jump", "detail": "by 1e+09 s after 0.16 s; remux or cut the file"}]
+    assert main(flags(small_videos, tmp_path / "own_rate")) == 0
+    assert (report(tmp_path / "own_rate")["dropped"], len(LatentDataset(tmp_path / "own_rate"))) == ([], 7)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megatron_dsv.data import video_io
-from megatron_dsv.data.video_io import FrameReader, UnreadableVideoError, probe, resampled_frames, write_mp4
+from megatron_dsv.data.video_io import (
+    FrameReader,
+    TimestampJumpError,
+    UnreadableVideoError,
+    probe,
+    resampled_frames,
+    write_mp4,
+)
 
 
 def clip(path: Path, info: video_io.VideoInfo, frames: Sequence[int], height: int, width: int) -> torch.Tensor:
@@ -127,6 +134,25 @@ def test_a_still_image_is_a_video_of_one_frame(tmp_path: Path, name: str) -> Non
 ])
 def test_resampling_takes_the_nearest_frame(times: list[float], fps: float | None, expected: list[int]) -> None:
     assert resampled_frames(times, fps) == expected
+
+
+@pytest.mark.parametrize(("times", "message"), [
+    ([*np.arange(11) / 25, 600], "by 599.6 s after 0.40 s; remux or cut the file"),
+    ([*np.arange(11) / 25, 1e9], r"by 1e\+09 s after 0.40 s"),
+    ([0, *np.arange(5000, 5010)], "by 5000 s after 0.00 s"),
+    ([0, 1e9], r"by 1e\+09 s after 0.00 s"),
+    (np.arange(9) * 61, "by 61 s after 0.00 s"),
+])
+def test_timestamps_that_jump_are_named_and_no_picture_is_repeated_for_minutes(times: list[float],
+                                                                               message: str) -> None:
+    with pytest.raises(TimestampJumpError, match=f"^{message}"):
+        resampled_frames(times, 24)
+    assert resampled_frames(times, None) == list(range(len(times)))
+
+
+@pytest.mark.parametrize("times", [[0, 1, 5.5, 6, 7], [0, 3, 6, 40, 43], [0, 50, 100]])
+def test_pauses_of_slow_and_uneven_videos_are_no_jumps(times: list[float]) -> None:
+    assert set(resampled_frames(times, 24)) == set(range(len(times)))
 
 
 def test_resampling_keeps_the_duration(real_clips: Path) -> None:
