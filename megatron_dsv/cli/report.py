@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
+import sys
 from pathlib import Path
 
 from megatron_dsv.cli.output_file import check_output_file
+from megatron_dsv.context_parallel import json_lines
 from megatron_dsv.metrics import METRICS
 
 Series = dict[str, list[tuple[int, float]]]
@@ -92,17 +93,25 @@ def read(folder: str) -> Series:
 def read_plans(folder: str) -> list[dict]:
     """What became of every context-parallel plan, in order, from the ``plans.jsonl`` files below ``folder``.
 
+    Lines that a kill or a full disk cut short are left out; one line on stderr says how many of each file.
+
     Raises:
         ValueError: a line that no run wrote.
     """
-    rows = []
+    rows: list[dict] = []
     for file in sorted(Path(folder).rglob("plans.jsonl"), key=lambda path: path.stat().st_mtime):
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        torn = 0
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            row = json_lines.parse(line)
+            if row is None:
+                torn += 1
+                continue
             try:
-                row = json.loads(line)
                 rows.append({name: row[name] for name in ("step", "event", "version", "splits")} | row)
-            except (ValueError, KeyError, TypeError) as error:
+            except (KeyError, TypeError) as error:
                 raise ValueError(f"{file}, line {number}: must be what a run wrote: {error}") from None
+        if torn:
+            print(f"{file}: {torn} line{'s' if torn > 1 else ''} cut short and left out", file=sys.stderr)
     return rows
 
 

@@ -5,9 +5,7 @@ Symbols: H query heads, G key/value units.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import re
 import statistics
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_dsv.context_parallel import json_lines
 from megatron_dsv.context_parallel.statistics import BlockStats, modelled_coverage
 
 BUILT_IN: dict[str, tuple[float, ...]] = {
@@ -90,20 +89,11 @@ def spread_heads(mean: float, heads: int, spread: float) -> tuple[float, ...]:
 
 
 def append(path: Path, stats: Sequence[BlockStats], *, step: int, tokens: int) -> None:
-    """Adds a profile to a trace: one line of JSON with ``step``, ``tokens`` and ``layers``.
-
-    A line that a killed run left unfinished is ended first, so that it spoils no other.
-    """
+    """Adds a profile to a trace: one line of JSON with ``step``, ``tokens`` and ``layers``."""
     layers = [{"density": [round(share, 4) for share in block.density],
                "coverage": {str(ranks): [round(share, 4) for share in row] for ranks, row in block.coverage}}
               for block in stats]
-    line = json.dumps({"step": step, "tokens": tokens, "layers": layers}).encode() + b"\n"
-    with path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end:
-            file.seek(end - 1)
-        torn = end > 0 and file.read(1) != b"\n"
-        file.write(b"\n" + line if torn else line)
+    json_lines.append(path, {"step": step, "tokens": tokens, "layers": layers})
 
 
 class Recorded(NamedTuple):
@@ -162,10 +152,7 @@ def _distance(tokens: int | None, planned: int) -> float:
 
 
 def _profile(text: str) -> dict | None:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return None
+    data = json_lines.parse(text)
     return data if isinstance(data, dict) and isinstance(data.get("layers"), list) else None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dsv.context_parallel import json_lines
 from megatron_dsv.context_parallel.plan import CPPlan
 from megatron_dsv.context_parallel.plan_commit import Decision
 from megatron_dsv.context_parallel.replanner import Proposal, histogram
@@ -102,8 +102,7 @@ class PlanLog:
         row = {"step": step, "event": event, "version": plan.version, "splits": histogram(plan), **more}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            json_lines.append(self._folder / FILE, row)
         except OSError as error:
             # The other ranks would wait for this one.
             if self._writes:

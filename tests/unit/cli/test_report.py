@@ -103,3 +103,12 @@ def test_plans_over_time_follow_the_metrics(run_folder, capsys):
     (run_folder / "plans.jsonl").write_text('{"step": 1}\n')
     assert main(["report", str(run_folder)]) == 2
     assert "plans.jsonl, line 1: must be what a run wrote: 'event'" in capsys.readouterr().err
+
+
+def test_lines_of_plans_that_were_cut_short_are_counted(run_folder, capsys):
+    row = json.dumps({"step": 7, "event": "failed", "version": 1, "splits": "1 x 2 in 4 blocks", "reason": "why"})
+    (run_folder / "plans.jsonl").write_text(f"{row[:20]}\n{row}\n{row[:-1]}")
+    assert main(["report", str(run_folder)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"{run_folder / 'plans.jsonl'}: 2 lines cut short and left out\n"
+    assert captured.out.split("\n\n")[1].count("failed") == 1

@@ -27,6 +27,14 @@ def test_lines_of_plans_that_cannot_be_written_cost_one_line(tmp_path, capsys):
         " no new plan at step 5, plan 0 stays in force: why"]
 
 
+def test_a_line_of_plans_that_was_cut_short_spoils_no_other(tmp_path):
+    (tmp_path / plan_log.FILE).write_text('{"step": 1, "ev')
+    PlanLog(0, tmp_path, Recorder()).failed(PLAN, "why", 3)
+    torn, whole = (tmp_path / plan_log.FILE).read_text().splitlines()
+    assert torn == '{"step": 1, "ev'
+    assert json.loads(whole)["step"] == 3
+
+
 def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(head_shares, "gather", lambda *args, **more: SimpleNamespace(kept=(((0.5,), (0.25,)),)))
