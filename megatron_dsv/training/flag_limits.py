@@ -61,7 +61,7 @@ LIMITS: dict[str, Limit] = {
     "start_eval_at_iter": _at_least_0(),
     "num_workers": _at_least_0("0 loads data in the training process"),
     "manual_gc_interval": _at_least_0(),
-    "ckpt_step": _at_least_0(),
+    "ckpt_step": _count("leave it unset to take the newest iteration"),
     **dict.fromkeys(("save_interval", "save_retain_interval", "exit_interval",
                      "exit_duration_in_mins", "log_memory_interval", "train_sync_interval", "gpu_sniff_test_interval",
                      "check_weight_hash_across_dp_replicas_interval"), _count(_NEVER)),

@@ -13,6 +13,7 @@ _NOT_ON_A_SKIPPED_STEP = {
     # argument: what is due on its multiples
     "save_interval": "a checkpoint",
     "exit_interval": "the end of the launch",
+    "eval_interval": "an evaluation",
 }
 
 
@@ -116,11 +117,12 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 
 def _check_skipped_steps(args: argparse.Namespace) -> None:
-    """Megatron leaves a skipped step before it saves or exits, and a run's last save is left to the interval."""
+    """Megatron leaves a skipped step before it saves, evaluates or exits; a run's last save is left to the interval."""
+    happens = {"save_interval": args.save is not None, "exit_interval": True, "eval_interval": args.eval_iters > 0}
     for name, due in _NOT_ON_A_SKIPPED_STEP.items():
-        interval = getattr(args, name)
-        lost = [step for step in args.iterations_to_skip if interval and step % interval == 0]
-        if lost and (args.save is not None or name == "exit_interval"):
+        interval, first = getattr(args, name), args.start_eval_at_iter or 0 if name == "eval_interval" else 0
+        lost = [step for step in args.iterations_to_skip if interval and step >= first and step % interval == 0]
+        if lost and happens[name]:
             raise ValueError(f"--iterations-to-skip must name no multiple of {flag_of(name)} {interval}, as {due} due "
                              f"on a skipped step is left out, got {lost[0]}; set {flag_of(name)} to a number that "
                              f"does not divide {lost[0]}")

@@ -29,7 +29,8 @@ def test_no_limit_lets_nan_or_a_negative_number_through(refused, name, value):
 
 @pytest.mark.parametrize("name", [
     "train_iters", "eval_interval", "log_interval", "tensorboard_log_interval", "seed", "ffn_hidden_size",
-    "kv_channels", "init_method_std", "adam_eps", "lr", "lr_decay_iters", "global_batch_size", "save_interval"])
+    "kv_channels", "init_method_std", "adam_eps", "lr", "lr_decay_iters", "global_batch_size", "save_interval",
+    "ckpt_step"])
 def test_zero_is_refused_where_it_divides_or_ends_everything(refused, name):
     assert f"--{name.replace('_', '-')} must be " in refused(**{name: 0})
 
@@ -59,6 +60,12 @@ def test_numbers_without_a_limit_must_be_finite(refused):
 def test_layers_must_fill_the_pipeline_stages(refused, pp, first, last, words):
     assert words in refused(world_size=8, pipeline_model_parallel_size=pp, decoder_first_pipeline_num_layers=first,
                             decoder_last_pipeline_num_layers=last)
+
+
+@pytest.mark.parametrize("changes", [{"eval_iters": 0}, {"start_eval_at_iter": 5}])
+def test_a_step_without_an_evaluation_may_be_skipped(parsed, changes):
+    given = vars(parsed) | {"iterations_to_skip": [2, 4], "eval_interval": 2} | changes
+    validation.validate(argparse.Namespace(**given), check_files=False)
 
 
 @pytest.mark.parametrize(("layers", "pp", "first", "last", "stages"), [
@@ -97,6 +104,9 @@ def test_layers_of_each_stage(layers, pp, first, last, stages):
      "--iterations-to-skip must name no multiple of --save-interval 10"),
     ({"iterations_to_skip": [6], "exit_interval": 6},
      "--iterations-to-skip must name no multiple of --exit-interval 6, as the end of the launch due on a skipped step"),
+    ({"iterations_to_skip": [2, 4], "eval_interval": 4},
+     "--iterations-to-skip must name no multiple of --eval-interval 4, as an evaluation due on a skipped step is left "
+     "out, got 4; set --eval-interval to a number that does not divide 4"),
     ({"start_weight_decay": 0.1}, "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
     ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
      "--weight-decay-incr-style linear needs --start-weight-decay and a --end-weight-decay that is not below it"),
