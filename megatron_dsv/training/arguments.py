@@ -24,6 +24,7 @@ from megatron_dsv.training import run_folders
 from megatron_dsv.training.dry_run import asked_for
 from megatron_dsv.training.host_checks import check_host
 from megatron_dsv.training.launcher import LauncherError, check_launcher
+from megatron_dsv.training.save_failures import NotSavedHereError
 from megatron_dsv.training.validation import CONFIGS, check_data_folder, validate
 
 __all__ = ["HostError", "defaults", "dry_parse", "exit_with", "parse", "parse_or_raise", "validate"]
@@ -302,7 +303,8 @@ def _quiet_ranks() -> Iterator[None]:
 def exit_with(error: Exception, *, status: int = 2) -> NoReturn:
     """Print on the one rank that speaks, then leave with this status on every rank; 2 is misuse."""
     per_host = isinstance(error, HostError)
-    speaks = isinstance(error, LauncherError) or os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
+    alone = isinstance(error, LauncherError | NotSavedHereError)
+    speaks = alone or os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
     if speaks:
         where = f" on {socket.gethostname()}" if per_host and int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(f"{os.path.basename(sys.argv[0]) or 'megatron-dsv'}: error{where}: {error}", file=sys.stderr, flush=True)

@@ -121,7 +121,8 @@ def _message(iteration: int, ranks: list[int]) -> str:
     if ranks:
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         cause = f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {shown}"
+        data = "; `dsv prepare --verify DATA` tells whether the data set is damaged"
     else:
-        cause = "the losses are finite, but a gradient is not"
+        cause, data = "the losses are finite, but a gradient is not", ""
     return (f"iteration {iteration}: {cause}; the step was not taken and nothing was saved. Resume from the last "
-            f"checkpoint with a lower --lr or --clip-grad, or with --iterations-to-skip {iteration}")
+            f"checkpoint with a lower --lr or --clip-grad, or with --iterations-to-skip {iteration}{data}")

@@ -43,12 +43,15 @@ def main(argv: list[str]) -> None:
     from megatron_dsv.training.datasets import SampleOrderError
     from megatron_dsv.training.finite_steps import NotFiniteError
     from megatron_dsv.training.rank_agreement import RanksDifferError
+    from megatron_dsv.training.save_failures import NotSavedError
 
     try:
         with run_lock.hold(args.save if args.rank == 0 else None):
             _train(args)
     except (CheckpointError, RanksDifferError, ScheduleError, SampleOrderError, run_lock.FolderInUseError) as error:
         arguments.exit_with(error)
+    except NotSavedError as error:
+        arguments.exit_with(error, status=1)
     except NotFiniteError as error:
         from megatron.training.async_utils import maybe_finalize_async_save
 
@@ -64,7 +67,7 @@ def _train(args: Any) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_dsv.data.latent_dataset import LatentDataset
-    from megatron_dsv.training import arguments, ema, finite_steps, logging, model_identity, run_config
+    from megatron_dsv.training import arguments, ema, finite_steps, logging, model_identity, run_config, save_failures
     from megatron_dsv.training.builders import build_model, process_groups
     from megatron_dsv.training.checkpoint_guard import CheckpointError, check_before_build, guard, loaded_arguments
     from megatron_dsv.training.cp_record import carry, stored_text
@@ -130,6 +133,7 @@ def _train(args: Any) -> None:
 
     training.train = begin_and_train
     finite_steps.install(run.finite_steps)
+    save_failures.install(args)
     logging.install(run)
     run_config.install(args)
     with warnings.catch_warnings(action="ignore"):  # of Megatron, about interfaces that it may change

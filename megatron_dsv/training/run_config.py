@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import enum
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 import megatron_dsv
+from megatron_dsv.training.save_failures import told
 
 _PATHS = frozenset({"save", "load", "latent-data", "pretrained-checkpoint", "tensorboard-dir", "wandb-save-dir",
                     "non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-dir", "memory-snapshot-path",
@@ -61,12 +63,21 @@ def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Pat
 
     Returns:
         The path of ``config.yaml``, or None on other ranks and for a run that has no folder.
+
+    Raises:
+        NotSavedHereError: the folder cannot be written.
     """
     folder = folder or args.save or args.tensorboard_dir
     if args.rank != 0 or folder is None:
         return None
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    with told("the run's configuration", folder):
+        target.mkdir(parents=True, exist_ok=True)
+        _write(args, target)
+    return target / "config.yaml"
+
+
+def _write(args: argparse.Namespace, target: Path) -> None:
     versions = {"megatron-dsv": megatron_dsv.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("megatron-core", "torch")}
     header = (f"# {', '.join(f'{name} {version}' for name, version in versions.items())}; {args.world_size} ranks\n"
@@ -78,7 +89,6 @@ def write_run_config(args: argparse.Namespace, folder: str | None = None) -> Pat
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with (target / "launches.txt").open("a", encoding="utf-8") as log:
         log.write(f"{stamp} ranks={args.world_size} {shlex.join(args.launch_argv)}\n")
-    return target / "config.yaml"
 
 
 def names_path(key: str) -> bool:
@@ -99,8 +109,13 @@ def _is_path(key: str, value: str) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _plain(value: Any) -> Any:

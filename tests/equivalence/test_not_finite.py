@@ -80,6 +80,7 @@ def test_one_line_and_nothing_saved(outcome, tmp_path, case):
     assert len(lines) == 1, lines
     assert message in lines[0]
     assert f"--iterations-to-skip {poison[2]}" in lines[0]
+    assert ("dsv prepare --verify" in lines[0]) == (poison[1] == "loss")
     saved = [name for name in os.listdir(tmp_path / "run") if name.startswith("iter_")]
     assert saved == (["iter_0000002"] if poison[2] > 2 else [])
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
