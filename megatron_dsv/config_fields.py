@@ -7,12 +7,13 @@ and the error messages all come from there.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from megatron_dsv.suggestions import did_you_mean
 
 
 def knob(default: Any, help: str, *, choices: Sequence[str] | None = None, aliases: Mapping[str, str] | None = None,
@@ -155,8 +156,7 @@ def _kind(annotation: Any) -> tuple[type, bool]:
 
 
 def _suggestion(item: Field, value: Any) -> str:
-    close = difflib.get_close_matches(str(value), item.metadata["choices"] or (), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(str(value), item.metadata["choices"] or ())
 
 
 def _shown(value: Any) -> str:

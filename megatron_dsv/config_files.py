@@ -8,7 +8,6 @@ command line wins over every file. Two keys are reserved: ``include`` (files or 
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_dsv import presets
+from megatron_dsv.suggestions import did_you_mean
 
 RESERVED = ("include", "gpus")
 _MAX_DEPTH = 20
@@ -228,8 +228,7 @@ def _tokens(key: str, value: Any, parser: argparse.ArgumentParser, file: str) ->
         raise ValueError(f"{file}: {key!r} belongs on the command line; a file refers to others with 'include'")
     if option not in options:
         known = [name[2:] for name in options if name.startswith("--")]
-        close = difflib.get_close_matches(key, [*known, *RESERVED], n=1)
-        raise ValueError(f"{file}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise ValueError(f"{file}: unknown key {key!r}{did_you_mean(key, [*known, *RESERVED])}")
     action = options[option]
     if value is None:
         return action.dest, []

@@ -5,11 +5,12 @@ A metric that is not in the table cannot be recorded, so a name is spelled once.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_dsv.suggestions import did_you_mean
 
 MEAN, SUM, LAST = "mean", "sum", "last"
 
@@ -54,9 +55,7 @@ METRICS: dict[str, Metric] = {
 def lookup(name: str) -> Metric:
     """The table's row of a metric; ValueError with the nearest name for one that it does not have."""
     if name not in METRICS:
-        close = difflib.get_close_matches(name, METRICS, n=1)
-        raise ValueError(f"metric must be in the table of metrics.py, got {name!r}"
-                         + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise ValueError(f"metric must be in the table of metrics.py, got {name!r}{did_you_mean(name, METRICS)}")
     return METRICS[name]
 
 

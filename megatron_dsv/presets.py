@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
+
+from megatron_dsv.suggestions import did_you_mean
 
 
 def root() -> Path:
@@ -32,6 +33,5 @@ def path(name: str) -> Path:
         return root() / f"{matches[0]}.yaml"
     if matches:
         raise ValueError(f"preset {name!r} is ambiguous: {', '.join(matches)}; write the group too")
-    close = difflib.get_close_matches(name, [*known, *(entry.split("/", 1)[1] for entry in known)], n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(f"no preset {name!r}; {hint}presets: {', '.join(known)}; a file needs its .yaml ending")
+    hint = did_you_mean(name, [*known, *(entry.split("/", 1)[1] for entry in known)])
+    raise ValueError(f"no preset {name!r}{hint or ';'} presets: {', '.join(known)}; a file needs its .yaml ending")

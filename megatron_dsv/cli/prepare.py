@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print("\n".join(report.lines()))
     if not report.samples:
-        print(f"dsv prepare: error: --input gave no sample, everything in {args.input} was dropped", file=sys.stderr)
+        print(f"dsv prepare: error: --input gave no sample, everything in {args.input} was dropped for the reasons "
+              "above", file=sys.stderr)
         return 1
     if args.strict and report.dropped:
         print(f"dsv prepare: error: --strict, and {len(report.dropped)} videos or clips were dropped", file=sys.stderr)

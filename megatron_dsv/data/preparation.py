@@ -30,6 +30,7 @@ from megatron_dsv.data.preparation_report import PreparationReport
 from megatron_dsv.data.source_plan import KeptVideo, SourcePlan, plan_sources, scan, source_name
 from megatron_dsv.data.text import TextEncoder
 from megatron_dsv.data.video_preparation import VideoJob, prepare_in_worker, prepare_video, start_worker
+from megatron_dsv.suggestions import did_you_mean
 
 _LOCK_FILE = ".lock"
 
@@ -76,7 +77,7 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
         progress: called with (finished videos, all videos, samples so far).
 
     Returns:
-        the report, which is also in report.json.
+        the report, which is also in report.json; without a sample, a new data set leaves nothing in the output.
 
     Raises:
         ValueError: a flag does not fit, the output was prepared with other settings, another preparation is writing
@@ -88,8 +89,10 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
     if options.output.is_dir():
         _refuse_foreign(options.output)
     sources, ignored = scan(options.input, options.output)
+    made = not options.output.is_dir()
     _make_folder(options.output)
     with _locked(options.output):
+        new = not (options.output / dataset_folder.DATASET_FILE).exists()
         null_text = _open_output(options.output, settings, text_encoder)
         report = PreparationReport(videos=len(sources), ignored_files=ignored)
         report.unused_caption_rows = captions.rows_without({source_name(options.input, path) for path in sources})
@@ -118,6 +121,8 @@ def prepare(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEncode
                               for video in kept), key=lambda video: video["source"])
         _account(report, entries, text_encoder)
         _finish(options.output, settings, null_text, entries, journaled, report)
+        if new and not report.samples:
+            _remove_empty(options.output, made)
     return report
 
 
@@ -132,8 +137,9 @@ def _settings(options: PrepareOptions, codec: VideoCodec, text_encoder: TextEnco
         raise ValueError(f"--input must be a folder of videos, got {options.input}, which "
                          f"{'is not a folder' if options.input.exists() else 'does not exist'}")
     if options.latent_dtype not in dataset_folder.LATENT_DTYPES:
+        hint = did_you_mean(options.latent_dtype, dataset_folder.LATENT_DTYPES)
         raise ValueError(f"--latent-dtype must be one of {', '.join(dataset_folder.LATENT_DTYPES)}, "
-                         f"got {options.latent_dtype}")
+                         f"got {options.latent_dtype}{hint}")
     for flag, value in (("--fps", options.fps), ("--stride", options.stride),
                         ("--clips-per-video", options.clips_per_video)):
         if value is not None and not 0 < value < math.inf:
@@ -181,6 +187,15 @@ def _make_folder(root: Path) -> None:
                          ) from error
     if not os.access(root, os.W_OK | os.X_OK):
         raise ValueError(f"--output must be a folder that this user may write, got {root}")
+
+
+def _remove_empty(root: Path, made: bool) -> None:
+    """Takes away a data set that got no sample: it would refuse the next try, with other settings, at this folder."""
+    for name in (dataset_folder.INDEX_FILE, dataset_folder.JOURNAL_FILE, dataset_folder.REPORT_FILE,
+                 dataset_folder.NULL_TEXT_FILE, dataset_folder.DATASET_FILE, _LOCK_FILE):
+        (root / name).unlink(missing_ok=True)
+    if made and not any(root.iterdir()):
+        root.rmdir()
 
 
 def _refuse_foreign(root: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import enum
 import importlib.util
 import io
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
+from megatron_dsv.suggestions import did_you_mean
 from megatron_dsv.training import run_folders
 from megatron_dsv.training.dry_run import asked_for
 from megatron_dsv.training.host_checks import check_host
@@ -231,8 +231,8 @@ def _refuse(message: str, parser: argparse.ArgumentParser, expansion: Expansion)
         flags = [token for token in unknown if token.startswith("-")] or unknown
         if not flags:
             raise ValueError("an argument is empty, got ''; drop it, or give the flag before it its value")
-        close = difflib.get_close_matches(flags[0].split("=")[0], list(parser._option_string_actions), n=1)
-        raise ValueError(f"unknown flag {flags[0]}" + (f"; did you mean {close[0]}?" if close else ""))
+        raise ValueError(f"unknown flag {flags[0]}"
+                         f"{did_you_mean(flags[0].split('=')[0], parser._option_string_actions)}")
     if message.startswith("argument "):
         names, _, rest = message.removeprefix("argument ").partition(": ")
         options = names.split("/")

@@ -11,6 +11,7 @@ import torch
 from megatron_dsv.data.codecs.base import VideoCodec
 from megatron_dsv.data.codecs.diffusers_vae import DiffusersCodec
 from megatron_dsv.data.codecs.haar import DEFAULT_CHANNELS, HaarCodec
+from megatron_dsv.suggestions import did_you_mean
 
 __all__ = ["CODECS", "DEFAULT_CHANNELS", "DiffusersCodec", "HaarCodec", "VideoCodec", "build_codec",
            "codec_from_description"]
@@ -50,7 +51,7 @@ def build_codec(name: str, *, channels: int | None = None, folder: str | Path | 
         ValueError: an unknown name, or an option that the codec does not take.
     """
     if name not in CODECS:
-        raise ValueError(f"--codec must be one of {', '.join(CODECS)}, got {name}")
+        raise ValueError(f"--codec must be one of {', '.join(CODECS)}, got {name}{did_you_mean(name, CODECS)}")
     return CODECS[name](channels, folder, device)
 
 

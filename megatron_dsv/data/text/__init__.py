@@ -14,6 +14,7 @@ from megatron_dsv.data.text import transformers_t5
 from megatron_dsv.data.text.base import TextEncoder
 from megatron_dsv.data.text.hash import HashTextEncoder
 from megatron_dsv.data.text.transformers_t5 import TransformersTextEncoder
+from megatron_dsv.suggestions import did_you_mean
 
 __all__ = ["TEXT_ENCODERS", "HashTextEncoder", "TextEncoder", "TextEncoderOptions", "TransformersTextEncoder",
            "build_text_encoder", "text_encoder_from_description"]
@@ -68,7 +69,8 @@ def build_text_encoder(name: str, options: TextEncoderOptions | None = None,
         ValueError: an unknown name, or an option that the encoder does not take.
     """
     if name not in TEXT_ENCODERS:
-        raise ValueError(f"--text-encoder must be one of {', '.join(TEXT_ENCODERS)}, got {name}")
+        raise ValueError(f"--text-encoder must be one of {', '.join(TEXT_ENCODERS)}, got {name}"
+                         f"{did_you_mean(name, TEXT_ENCODERS)}")
     return TEXT_ENCODERS[name](options or TextEncoderOptions(), device)
 
 

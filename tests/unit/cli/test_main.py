@@ -1,4 +1,5 @@
 import importlib
+import re
 import sys
 
 import pytest
@@ -34,6 +35,37 @@ def test_misuse_is_one_line_and_status_2(capsys):
     error = capsys.readouterr().err
     assert error == ("dsv report: error: the folder must be one that --tensorboard-dir named, got no-such-folder, "
                      "which does not exist\n")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["configs-chek"], "invalid choice: 'configs-chek' (choose from X); did you mean configs-check?"),
+    (["prepare", "--outptu", "X"], "dsv prepare: error: unknown flag --outptu; did you mean --output?"),
+    (["sample", "--promt=a street"], "dsv sample: error: unknown flag --promt; did you mean --prompt?"),
+    (["prepare", "--qqqqqqqq"], "dsv prepare: error: unknown flag --qqqqqqqq\n"),
+    (["prepare", "--codec", "difusers"], "--codec must be one of haar, diffusers, got difusers; did you mean diffus"),
+    (["prepare", "--text-encoder", "transformer"], "got transformer; did you mean transformers?"),
+    (["prepare", "--latent-dtype", "bf61"], "--latent-dtype must be one of bf16, fp32, got bf61; did you mean bf16?"),
+])
+def test_a_misspelling_is_answered_with_what_was_meant(arguments, words, tmp_path, capsys):
+    if arguments[1:2] and arguments[1].split("=")[0] in ("--codec", "--text-encoder", "--latent-dtype"):
+        arguments = [*arguments, "--input", str(tmp_path), "--output", str(tmp_path / "out"), "--bucket", "32x48x5"]
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    assert words in re.sub(r"choose from [^)]*", "choose from X", capsys.readouterr().err)
+
+
+def test_beginnings_of_flags_and_texts_that_look_like_one_are_taken(capsys):
+    """As argparse does."""
+    for arguments in (["prepare", "--frame", "x"], ["prepare", "--input", "x", "--frames=x"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert "argument --frames: invalid int value: 'x'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["sample", "--prompt", "--what is this", "--steps", "x"])
+    assert "argument --steps: invalid int value" in capsys.readouterr().err
 
 
 def test_doctor_passes_where_the_tests_run(capsys):

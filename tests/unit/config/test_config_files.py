@@ -87,7 +87,7 @@ def test_a_cycle_is_named(parser, write):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("sise: 3\n", "a.yaml: unknown key 'sise'; did you mean 'size'?"),
+    ("sise: 3\n", "a.yaml: unknown key 'sise'; did you mean size?"),
     ("size: [1, 2]\n", "a.yaml: size takes one value, got a list: [1, 2]"),
     ("size: true\n", "a.yaml: size takes a value, got True; quote it if it is text"),
     ("fast: 3\n", "a.yaml: fast must be true or false, got 3"),

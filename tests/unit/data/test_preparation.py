@@ -236,6 +236,17 @@ def test_one_writer_at_a_time_and_nothing_prepared(small_videos: Path, tmp_path:
     assert "--output must not be in use" in capsys.readouterr().err
     assert main([*flags(small_videos, out), "--frames", "81"]) == 1
     assert "--input gave no sample" in capsys.readouterr().err.splitlines()[-1]
+    assert list(out.iterdir()) == [], "a folder that was there stays, and is as it was"
+    # The next try may have other settings.
+    new = tmp_path / "new"
+    for output in (out, new):
+        assert main([*flags(small_videos, output), "--frames", "77"]) == 1
+    assert not new.exists()
+    assert main(flags(small_videos, out)) == 0
+    kept = tree(out)
+    (small_videos / "extra.mp4").write_bytes(b"no video")
+    assert main(flags(small_videos, out)) == 0
+    assert tree(out) == kept
 
 
 def test_names_that_are_not_utf8_cost_the_video_and_nothing_else(small_videos: Path, tmp_path: Path,
