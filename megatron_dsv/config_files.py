@@ -140,6 +140,27 @@ def settings_of(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[st
     return result
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What one file says itself, by YAML key, without what it includes; numbers are text, as they are written.
+
+    Raises:
+        ValueError: as :func:`expand`.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ValueError(f"{path.name}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path.name}: lists and mappings must be at most {_MAX_DEPTH} deep, got more") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{path.name}: must be a mapping of flag names to values, got {type(content).__name__}")
+    return content or {}
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the values of every --config, everything else)."""
     references: list[str] = []
@@ -181,19 +202,7 @@ def _read(path: Path, parser: argparse.ArgumentParser, settings: dict[str, tuple
     if len(parents) > _MAX_DEPTH:
         raise ValueError(f"{path.name}: files must include each other at most {_MAX_DEPTH} deep, got more, from "
                          f"{parents[0].name} on")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ValueError(f"{path.name}: cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise ValueError(f"{path.name}: lists and mappings must be at most {_MAX_DEPTH} deep, got more") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path.name}: not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name}: must be a mapping of flag names to values, got {type(content).__name__}")
+    content = read_mapping(path)
     include = content.pop("include", None) or []
     references = include if isinstance(include, list) else [include]
     for reference in references:

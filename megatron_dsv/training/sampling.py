@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from megatron_dsv.config import PLANNING, WINDOWS
 from megatron_dsv.config_fields import from_args
+from megatron_dsv.config_files import read_mapping
 from megatron_dsv.platform import compat, cpu
 
 _OF_TRAINING = (
@@ -116,7 +116,7 @@ def run_arguments(folder: Path, options: argparse.Namespace) -> argparse.Namespa
     if options.attention == "sparse":
         # Under auto the gate has decided layer by layer, and a layer that did not pass stays dense here too;
         # a forced share overrules it.
-        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+        settings = read_mapping(folder / "config.yaml")
         if settings.get("dsv-attention") in WINDOWS:
             raise ValueError("--attention sparse needs a run with predictors, got --dsv-attention "
                              f"{settings['dsv-attention']}: the run attends to windows; --attention dense keeps them")

@@ -29,6 +29,19 @@ def test_a_sample_respects_the_gate(tmp_path, trained, attention, stage):
     assert (args.dsv_sparse_stage, args.tensor_model_parallel_size, args.sequence_parallel) == (stage, 1, False)
 
 
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+@pytest.mark.parametrize(("text", "words"), [
+    ("save: [1", "not valid YAML"), ("- save", "must be a mapping of flag names to values, got list"),
+    ("save: '\\xff", "not valid YAML")])
+def test_a_configuration_that_is_none_is_told_in_one_line(tmp_path, attention, text, words):
+    from megatron_dsv.training.sampling import run_arguments
+
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"^config\.yaml: {words}") as caught:
+        run_arguments(tmp_path, argparse.Namespace(attention=attention, keep_ratio=None, latent_data=None))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_sample_needs_nothing_of_what_only_several_ranks_may_set(tmp_path):
     import yaml
 
