@@ -28,7 +28,7 @@ GATE_STEPS = 120
 RESUMED_STEPS = 150
 ARM_STEPS = 180
 PROFILE = re.compile(r"profile at step (\d+):((?:\n   layer .*)+)")
-LAYER = re.compile(r"layer\s+(\d+)\s+(sparse|dense)\s+sparsity ([\d.na]+)\s+keep ([\d.na]+)\s+recall ([\d.na]+)")
+LAYER = re.compile(r"layer\s+(\d+)\s+(sparse|dense)\s+sparsity ([\d.]+)\s+keep ([\d.]+)\s+recall ([\d.]+|not measured)")
 VALIDATION = re.compile(r"validation loss at .*?\| loss value: ([\d.E+-]+)")
 
 

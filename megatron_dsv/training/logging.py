@@ -154,10 +154,7 @@ def _write_layers(reports: list[LayerReport], iteration: int, of_videos: str) ->
     """The table of layers, after each profile."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 
-    rows = "".join(
-        f"\n   layer {report.layer:3d}  {'sparse' if report.sparse else 'dense ':6s}  sparsity {report.sparsity:.3f}  "
-        f"keep {report.keep_ratio:.3f}  recall {report.recall:.3f}" for report in reports)
-    training.print_rank_last(f" profile at step {iteration}{of_videos}:{rows}")
+    training.print_rank_last(f" profile at step {iteration}{of_videos}:{_rows(reports)}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     numbers = {of_layer(name, report.layer): float(getattr(report, name.removeprefix("dsv/"))) for report in reports
                for name, metric in METRICS.items() if metric.per_layer}
@@ -166,3 +163,14 @@ def _write_layers(reports: list[LayerReport], iteration: int, of_videos: str) ->
             writer.add_scalar(name, value, iteration)
     if wandb and training.is_last_rank():
         wandb.log(numbers, iteration)
+
+
+def _rows(reports: list[LayerReport]) -> str:
+    """The table that people read; what no profile has measured yet is not a number there."""
+    def shown(value: float) -> str:
+        return "not measured" if math.isnan(value) else f"{value:.3f}"
+
+    return "".join(
+        f"\n   layer {report.layer:3d}  {'sparse' if report.sparse else 'dense ':6s}  "
+        f"sparsity {shown(report.sparsity)}  keep {shown(report.keep_ratio)}  recall {shown(report.recall)}"
+        for report in reports)

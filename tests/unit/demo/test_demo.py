@@ -61,3 +61,12 @@ def test_launches_of_two_demos_do_not_meet(demo, monkeypatch, tmp_path):
     demo["start"](tmp_path, "arm", 2, ["--lr", "1"])
     assert "--standalone" in commands[0]
     assert "--master-port" not in commands[0]
+
+
+def test_layers_of_a_profile_are_read_before_and_after_their_recall_is_measured(demo):
+    from megatron_dsv.training.dsv_controller import LayerReport
+    from megatron_dsv.training.logging import _rows
+
+    reports = [LayerReport(1, False, 0.5, 0.25, float("nan")), LayerReport(2, True, 0.5, 0.25, 0.9)]
+    assert demo["layer_table"](f" profile at step 3:{_rows(reports)}\n") == [
+        ("1", "dense", "0.500", "0.250", "not measured"), ("2", "sparse", "0.500", "0.250", "0.900")]
