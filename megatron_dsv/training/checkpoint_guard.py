@@ -67,7 +67,10 @@ def check_before_build(args: argparse.Namespace) -> Any:
             return None
         stored_shapes(folder)
         saved = common_state(folder).get("args")
-        if saved is None or begins_run(args, flag):
+        if saved is None:
+            return None
+        model_identity.check_sizes(saved, args, str(folder))
+        if begins_run(args, flag):
             return None
         model_identity.check_model(saved, args, str(folder))
         if not (args.no_load_optim or getattr(saved, "no_save_optim", False)):

@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> None:
         print(bucket_report(result, simulator, blocks=tokens == longest))
     if worst is not None:
         raise ValueError(f"{worst.layout} cannot run on {simulator.cluster.name}: {worst.reason}")
-    print("the launch can run")
+    print(f"the launch can run{_nothing_left(args, resumed)}")
 
 
 def ranks_of(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
@@ -219,6 +219,24 @@ def _check_resume(args: argparse.Namespace, job: Any, saved: argparse.Namespace 
     check_order(args, len(train), getattr(saved, "consumed_train_samples", 0))
 
 
+def _nothing_left(args: argparse.Namespace, saved: argparse.Namespace | None) -> str:
+    """What the launch says of a resumed run that is over, as the end of a sentence; nothing of others."""
+    from megatron_dsv.platform import resume_schedule
+    from megatron_dsv.training.checkpoint_files import common_state
+    from megatron_dsv.training.checkpoint_guard import found
+
+    _, folder = found(args)
+    if saved is None or folder is None or args.skip_train:
+        return ""
+    iteration, last = common_state(folder).get("iteration", 0), args.train_iters
+    if args.train_samples is not None:
+        last = resume_schedule.last_iteration(argparse.Namespace(
+            train_samples=args.train_samples, global_batch_size=args.global_batch_size,
+            consumed_train_samples=getattr(saved, "consumed_train_samples", 0)), iteration)
+    return "" if iteration < last else (f", but nothing is left to train: the checkpoint holds iteration {iteration}, "
+                                        f"and the last one is {last}; raise --train-iters or --train-samples")
+
+
 def _checkpoint_line(args: argparse.Namespace, resumed: Any) -> str:
     """What was found, and whether it was compared: ``resumed`` are the arguments that it was compared with, or None."""
     from megatron_dsv.training.checkpoint_guard import begins_run, found
@@ -229,6 +247,7 @@ def _checkpoint_line(args: argparse.Namespace, resumed: Any) -> str:
     if resumed is not None:
         return (f"checkpoint: {folder} of {flag}, of this model (left to the launch: shapes, checksums and predictors "
                 "of its tensors)")
-    why = "its weights begin a run of their own" if begins_run(args, flag) else "it does not say its flags"
-    return (f"checkpoint: {folder} of {flag}, not compared with this model, as {why} (left to the launch: shapes, "
-            "checksums and predictors of its tensors)")
+    compared = "compared with this model in its sizes alone, as its weights begin a run of their own" if \
+        begins_run(args, flag) else "not compared with this model, as it does not say its flags"
+    return (f"checkpoint: {folder} of {flag}, {compared} (left to the launch: shapes, checksums and predictors of its "
+            "tensors)")

@@ -1,6 +1,7 @@
 """Arguments by which a checkpoint's numbers mean something: a resume compares them with those of the run that saved.
 
-Weights' shapes are compared elsewhere; here is what can differ with every shape the same. A run may change on its way
+Weights' shapes are compared elsewhere; here is what can differ with every shape the same, and the sizes that a flag
+sets, which are known before there is a model. A run may change on its way
 the --dsv-* policy of what to attend to, the --flow-* objective, batch sizes, data, layout. Of the policy, what the
 statistics of layers were measured with is compared: what another run measured otherwise is measured anew.
 """
@@ -24,6 +25,9 @@ MODEL = {field.name: flag_of(field.name) for field in dataclasses.fields(VideoDi
     "layernorm_epsilon": "--norm-epsilon",
 }
 """What the backbone computes: every flag of the video DiT, and Megatron's that change its function."""
+
+SIZES = {name: flag_of(name) for name in ("num_layers", "hidden_size", "ffn_hidden_size")}
+"""Shapes of the backbone's weights, told by flags before a model is built; no run takes over weights of others."""
 
 PREDICTOR = {"dsv_predictor_input": "--dsv-predictor-input"}
 """What the predictors compute; compared where both runs have predictors."""
@@ -92,6 +96,18 @@ def check_model(saved: Any, args: argparse.Namespace, source: str) -> None:
             f"{source} is a checkpoint of another model: it was trained with {_shown(flag, there)}, this run has "
             f"{_shown(flag, here)}; use the flags it was trained with (config.yaml in its folder), or --finetune to "
             "begin a new run with its weights")
+
+
+def check_sizes(saved: Any, args: argparse.Namespace, source: str) -> None:
+    """Raises CheckpointError if the weights have other shapes than those of ``args``, also as a new run's first.
+
+    Args:
+        saved, args, source: as for :func:`check_model`.
+    """
+    for flag, there, here in _differences(SIZES, saved, args):
+        raise CheckpointError(
+            f"{source} is a checkpoint of another model: it was trained with {flag} {there}, this run has {flag} "
+            f"{here}; use the flags it was trained with (config.yaml in its folder)")
 
 
 def check_optimizer(saved: Any, args: argparse.Namespace, source: str) -> None:

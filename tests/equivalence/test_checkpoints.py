@@ -142,9 +142,9 @@ def test_only_a_part_of_the_predictors(saved, refusal, tmp_path):
 
 
 OTHER_MODELS = {
-    "--hidden-size 96 --ffn-hidden-size 192": r"has shape .* there and .* here",
-    "--num-layers 3": r"has shape \(2, .* there and \(3, .* here",
-    "--ffn-hidden-size 192": "mlp.linear_fc1.weight has shape",
+    "--hidden-size 96": "trained with --hidden-size 48, this run has --hidden-size 96",
+    "--num-layers 3": "trained with --num-layers 2, this run has --num-layers 3",
+    "--ffn-hidden-size 192 --finetune": "trained with --ffn-hidden-size 96, this run has --ffn-hidden-size 192",
     "--dit-position sincos": "trained with --dit-position rope, this run has --dit-position sincos.*--finetune",
     "--norm-epsilon 1e-4": "trained with --norm-epsilon 1e-06, this run has --norm-epsilon 0.0001",
     "--no-dit-cross-attn-norm": "trained with --dit-cross-attn-norm, this run has --no-dit-cross-attn-norm",

@@ -180,7 +180,12 @@ def test_a_trial_refuses_the_resumes_that_a_launch_refuses(train, straight, mixe
         with pytest.raises(RankError, match=message):
             train(f"{flags} {more}", steps=8, **data)
     for more in ("--global-batch-size 4", "--lr 1e-3 --no-load-optim"):
-        assert "the launch can run" in train(f"{flags} {more}", steps=8).output[0]
+        assert "the launch can run\n" in train(f"{flags} {more}", steps=8).output[0]
+    for more, words in (("--hidden-size 96", "trained with --hidden-size 48, this run has --hidden-size 96"),
+                        ("--num-layers 3 --finetune", "trained with --num-layers 2, this run has --num-layers 3")):
+        with pytest.raises(RankError, match=words):
+            train(f"{flags} {more}", steps=8)
+    assert "the launch can run, but nothing is left to train: " in train(flags, steps=4).output[0]
 
 
 HOPS = [(2, f"{TP2} --sequence-parallel"), (2, PP2), (2, ""), (2, TP2)]

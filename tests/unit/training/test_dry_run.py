@@ -145,9 +145,9 @@ def test_data_folders_and_checkpoints_are_looked_at(data, tmp_path):
     ("load", {"ckpt_step": 5}, True, "iter_0000005 of --load, of this model (left"),
     ("load", {}, False, "iter_0000007 of --load, not compared with this model, as it does not say its flags (left to"),
     ("load", {"finetune": True}, True,
-     "iter_0000007 of --load, not compared with this model, as its weights begin a run of their own (left to"),
+     "iter_0000007 of --load, compared with this model in its sizes alone, as its weights begin a run of their own (l"),
     ("pretrained_checkpoint", {"ckpt_step": 5}, True,
-     "iter_0000005 of --pretrained-checkpoint, not compared with this model, as its weights begin a run of their own"),
+     "iter_0000005 of --pretrained-checkpoint, compared with this model in its sizes alone, as its weights begin a "),
 ])
 def test_what_is_said_of_a_checkpoint_was_looked_at(tmp_path, monkeypatch, source, more, saved, words):
     for step in (5, 7):
@@ -155,10 +155,31 @@ def test_what_is_said_of_a_checkpoint_was_looked_at(tmp_path, monkeypatch, sourc
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     monkeypatch.setattr(checkpoint_guard, "stored_shapes", lambda folder: {})
     monkeypatch.setattr(checkpoint_guard, "common_state", lambda folder: {"args": Namespace()} if saved else {})
-    monkeypatch.setattr(checkpoint_guard.model_identity, "check_model", lambda *_: None)
+    for name in ("check_sizes", "check_model"):
+        monkeypatch.setattr(checkpoint_guard.model_identity, name, lambda *_: None)
     args = Namespace(**{"load": None, "pretrained_checkpoint": None, "ckpt_step": None, "finetune": False,
                         "no_load_optim": True, source: str(tmp_path)} | more)
     assert words in dry_run._checkpoint_line(args, checkpoint_guard.check_before_build(args))
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({}, ", but nothing is left to train: the checkpoint holds iteration 60, and the last one is 60; raise --train"),
+    ({"train_iters": 61}, ""),
+    ({"skip_train": True}, ""),
+    ({"train_iters": None, "train_samples": 243}, ", but nothing is left to train: the checkpoint holds iteration 60"),
+    ({"train_iters": None, "train_samples": 244}, ""),
+    ({"resumes": False}, ""),
+])
+def test_a_run_that_is_over_is_told_so(monkeypatch, tmp_path, more, words):
+    (tmp_path / "iter_0000060").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
+    monkeypatch.setattr("megatron_dsv.training.checkpoint_files.common_state", lambda folder: {"iteration": 60})
+    args = Namespace(**{"load": str(tmp_path), "pretrained_checkpoint": None, "ckpt_step": None, "skip_train": False,
+                        "train_iters": 60, "train_samples": None, "global_batch_size": 4} | more)
+    saved = Namespace(consumed_train_samples=240) if more.get("resumes", True) else None
+    said = dry_run._nothing_left(args, saved)
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
 
 
 @pytest.mark.parametrize(("argv", "environment", "ranks"), [

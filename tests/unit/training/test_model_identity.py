@@ -39,6 +39,17 @@ def test_another_function_of_the_same_weights(change, shown):
     assert "--finetune" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "ffn_hidden_size"])
+def test_other_sizes_are_told_by_their_flags(name):
+    sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 256}
+    saved, flag = _with(**sizes), f"--{name.replace('_', '-')}"
+    model_identity.check_sizes(saved, _with(**sizes, lr=1.0), "run")
+    model_identity.check_sizes(Namespace(), _with(**sizes), "run")
+    with pytest.raises(ValueError, match=f"run is a checkpoint of another model: it was trained with {flag} "
+                                         f"{sizes[name]}, this run has {flag} 7; use the flags it was trained with"):
+        model_identity.check_sizes(saved, _with(**sizes | {name: 7}), "run")
+
+
 def test_predictors_that_are_not_there_need_not_fit():
     dense = _with(dsv_sparse_stage="dense")
     model_identity.check_model(dense, _with(dsv_predictor_input="qk"), "run")
