@@ -35,7 +35,8 @@ class DSVConfig:
         "key.", choices=("hidden", "qk"))
     dsv_predictor_lr: float = knob(1e-4, "learning rate of the predictors.", minimum=0)
     dsv_predictor_sparse_lr_scale: float = knob(
-        0.1, "factor on the predictor learning rate once a layer attends sparsely.", minimum=0)
+        0.1, "factor on the predictor learning rate once a layer attends sparsely at the longest length that is "
+        "profiled.", minimum=0)
     dsv_predictor_weight_decay: float = knob(0.0, "weight decay of the predictors.", minimum=0)
     dsv_predictor_clip_grad: float = knob(
         1.0, "gradient norm the predictors are clipped to, apart from the backbone; 0 switches clipping off.",

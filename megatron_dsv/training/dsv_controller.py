@@ -224,7 +224,9 @@ class DSVController:
         return lines if self.groups.data.rank() == self.groups.tensor.rank() == 0 else []
 
     def _learning_rate(self, attention: DSVSelfAttention) -> float:
-        sparse = attention.selector.attends_sparsely(self.num_tokens)
+        # A predictor that steers videos keeps its lower rate in a step of images, which may be dense.
+        tokens = self.num_tokens if self._profile_steps is None else self._profile_steps.longest
+        sparse = attention.selector.attends_sparsely(tokens)
         return self.dsv.dsv_predictor_lr * (self.dsv.dsv_predictor_sparse_lr_scale if sparse else 1.0)
 
     def _absorb_profiles(self) -> None:

@@ -148,6 +148,7 @@ def _steps_of_two_lengths():
                 attention.statistics.add(GroupProfile(torch.full((3, heads), 0.5), torch.ones(3, heads)))
         controller.end_step()
         seen.append((controller.profiled_at, controller.layer_reports[0].sparse, controller.step_reports[0].sparse))
+        assert controller._learning_rate(attention) == pytest.approx(1e-4 * 0.1), "the layer is sparse where it counts"
     return seen
 
 
