@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"what is not measured: one of {', '.join(clusters.names())}, or a file (default h200)")
     parser.add_argument("--model", default="model/dsv-2.7b", metavar="PRESET_OR_YAML",
                         help="whose heads are measured (default model/dsv-2.7b)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536],
-                        help="sequence lengths, two at least (default 32768 65536)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=None,
+                        help="sequence lengths, two at least (default 32768 65536 on a GPU)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.2],
                         help="kept shares of the keys, two at least (default 0.05 0.2)")
     parser.add_argument("--payload-kib", type=int, nargs="+", default=[1024, 16384, 65536, 262144],
@@ -58,6 +58,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--seconds must be above 0, got {args.seconds}")
     cluster = clusters.load(args.cluster)
     on_gpu = torch.cuda.is_available()
+    gpus, local_ranks = torch.cuda.device_count() if on_gpu else 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_gpu and gpus < local_ranks:
+        raise ValueError(f"it needs {local_ranks} GPUs, one for each rank of this host, found {gpus}; start "
+                         "fewer ranks")
+    if args.tokens is None:
+        if not on_gpu:
+            raise ValueError("it needs 1 GPU for --tokens 32768 65536, the default, found 0; give short sequences, "
+                             "such as --tokens 128 256, to try it on the CPU")
+        args.tokens = [32768, 65536]
     dtype = _DTYPES[args.dtype or ("bf16" if on_gpu else "fp32")]
     sizes = Sizes(shape_of(args), tuple(args.tokens), tuple(args.density),
                   tuple(1024 * kib for kib in args.payload_kib), args.seconds, dtype)

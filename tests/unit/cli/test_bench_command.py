@@ -51,6 +51,17 @@ def test_misuse(flags, message, model, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_too_few_gpus_are_one_line_at_once(model, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--calibrate", "--model", model]) == 2
+    assert "it needs 1 GPU for --tokens 32768 65536, the default, found 0; give short" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert main(["bench", "--calibrate", "--model", model]) == 2
+    assert "it needs 2 GPUs, one for each rank of this host, found 1; start fewer ranks" in capsys.readouterr().err
+
+
 def test_a_plan_takes_its_constants_from_a_calibration(tmp_path, capsys):
     path, out = tmp_path / "calibration.json", tmp_path / "plan.json"
     kernels = CalibratedKernels(Line(0, 1.5e-6), Line(0, 4e-6), Line(0, 2e-6), Line(0, 5e-6), Line(0, 1e-6))
