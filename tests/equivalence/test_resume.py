@@ -126,8 +126,8 @@ def test_selections_of_another_size_are_measured_anew(train, straight):
     # The first profile gives the budgets, the second the first recall.
     assert re.findall(r"dsv/sparse_layers: (\d)", text) == ["0"] * 3
     first, second = re.findall(r"profile at step \d:((?:\n   layer .*)+)", text)
-    assert "recall nan" in first
-    assert "recall nan" not in second
+    assert "recall not measured" in first
+    assert "not measured" not in second
 
 
 def test_a_longer_run_starts_like_the_shorter(train, straight):
