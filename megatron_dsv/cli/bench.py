@@ -17,6 +17,7 @@ from megatron_dsv.context_parallel.calibration import Calibration
 from megatron_dsv.context_parallel.microbenchmarks import Microbenchmarks, Sizes
 from megatron_dsv.context_parallel.partial_attention import Kernels
 from megatron_dsv.context_parallel.trial_block import TrialShape
+from megatron_dsv.training.launcher import check_launcher
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_file("--output", args.output)
     if not args.seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {args.seconds}")
+    check_launcher(os.environ)
     cluster = clusters.load(args.cluster)
     on_gpu = torch.cuda.is_available()
     gpus, local_ranks = torch.cuda.device_count() if on_gpu else 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -62,6 +62,12 @@ def test_too_few_gpus_are_one_line_at_once(model, monkeypatch, capsys):
     assert "it needs 2 GPUs, one for each rank of this host, found 1; start fewer ranks" in capsys.readouterr().err
 
 
+def test_a_number_of_ranks_that_is_none(model, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert main(["bench", "--calibrate", "--model", model, *TOY]) == 2
+    assert "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in capsys.readouterr().err
+
+
 def test_a_plan_takes_its_constants_from_a_calibration(tmp_path, capsys):
     path, out = tmp_path / "calibration.json", tmp_path / "plan.json"
     kernels = CalibratedKernels(Line(0, 1.5e-6), Line(0, 4e-6), Line(0, 2e-6), Line(0, 5e-6), Line(0, 1e-6))
