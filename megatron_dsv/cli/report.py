@@ -127,15 +127,18 @@ def plan_table(rows: list[dict]) -> str:
 
 
 def table(series: Series) -> str:
-    """First and last value, range and unit of each metric."""
+    """First and last value, range and unit of each metric; "-" for what a profile did not measure of a layer."""
     width = max(len(name) for name in series)
     lines = [f"{'metric':{width}}  {'steps':>13}  {'first':>10}  {'last':>10}  {'min':>10}  {'max':>10}  unit"]
     for name, points in series.items():
         values = [value for _, value in points if math.isfinite(value)] or [math.nan]
         steps = f"{points[0][0]}-{points[-1][0]}"
         row = METRICS.get(name if "/layer_" not in name else f"dsv/{name.rsplit('/', 1)[1]}")
-        lines.append(f"{name:{width}}  {steps:>13}  {points[0][1]:10.4g}  {points[-1][1]:10.4g}  {min(values):10.4g}  "
-                     f"{max(values):10.4g}  {row.unit if row else ''}".rstrip())
+        # A profile that measured nothing of a layer is no run that diverged.
+        shown = ["-" if math.isnan(value) and row and row.per_layer else f"{value:.4g}"
+                 for value in (points[0][1], points[-1][1], min(values), max(values))]
+        lines.append(f"{name:{width}}  {steps:>13}  {'  '.join(f'{value:>10}' for value in shown)}  "
+                     f"{row.unit if row else ''}".rstrip())
     return "\n".join(lines)
 
 

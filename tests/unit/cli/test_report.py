@@ -33,6 +33,14 @@ def test_the_table_gives_first_last_and_range(run_folder):
     assert mfu == ["dsv/mfu", "7-7", "0.5", "0.5", "0.5", "0.5", "1"]
 
 
+def test_only_what_was_not_measured_is_left_out_of_the_table():
+    nan = float("nan")
+    text = table({"dsv/layer_003/recall": [(1, nan), (2, 0.5)], "lm loss": [(1, 4.0), (2, nan)]})
+    recall, loss = (line.split() for line in text.splitlines()[1:])
+    assert recall[2:6] == ["-", "0.5", "0.5", "0.5"]
+    assert loss[3:5] == ["4", "nan"]
+
+
 def test_csv_plot_and_layers(run_folder, tmp_path, capsys):
     assert main(["report", str(run_folder), "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]) == 0
     out = capsys.readouterr().out
