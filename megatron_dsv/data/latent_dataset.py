@@ -28,6 +28,14 @@ _STAT_CHUNK, _STAT_THREADS = 1024, 16
 _INDEX_KEYS = ("file", "bytes", "sha256", "shape", "caption", "source", "text_tokens")
 
 
+class DamagedDataError(ValueError):
+    """A file of a data set that is not as it was prepared, in one line that names --latent-data and the file."""
+
+    def __init__(self, message: str) -> None:
+        # A worker process of a DataLoader hands over its traceback, which ends with the message.
+        super().__init__(message.rstrip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
+
+
 class LatentDataset(Dataset[dict[str, Any]]):
     """Records of a folder that ``dsv prepare`` wrote.
 
@@ -83,7 +91,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
 
         Raises:
             IndexError: no such record.
-            ValueError: its file is missing or damaged; the message names --latent-data and the file.
+            DamagedDataError: its file is missing or damaged.
         """
         if not 0 <= record < len(self._records):
             raise IndexError(f"record must be in range({len(self._records)}), got {record}")
@@ -103,8 +111,8 @@ class LatentDataset(Dataset[dict[str, Any]]):
         """Looks at every sample file's existence and size, and reads none but the embedding of the empty caption.
 
         Raises:
-            ValueError: some are missing or of another size, or that embedding is not the one that was prepared; the
-                message names --latent-data, the first and how many.
+            DamagedDataError: some are missing or of another size, or that embedding is not the one that was prepared;
+                the message names the first and how many.
         """
         null_text = self.root / dataset_folder.NULL_TEXT_FILE
         if self.null_text.shape[1] != self.text_dim:
@@ -147,7 +155,11 @@ class LatentDataset(Dataset[dict[str, Any]]):
 
     @cached_property
     def null_text(self) -> Tensor:
-        """Embedding fp32 [text_length, D] of the empty caption, padded; it replaces dropped captions."""
+        """Embedding fp32 [text_length, D] of the empty caption, padded; it replaces dropped captions.
+
+        Raises:
+            DamagedDataError: its file is missing or damaged.
+        """
         path = self.root / dataset_folder.NULL_TEXT_FILE
         try:
             return self.pad_text(dataset_folder.read_null_text(self.root))
@@ -184,7 +196,7 @@ def _read_index(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
-def _damaged(path: Path, reason: str, count: str = "") -> ValueError:
+def _damaged(path: Path, reason: str, count: str = "") -> DamagedDataError:
     wrong = reason.splitlines()[0] if reason else "cannot be read"
-    return ValueError(f"{_FLAG} has {count or 'a damaged file: '}{path} {wrong}; list all with `dsv prepare --verify`, "
-                      "delete them, and run the same `dsv prepare` again")
+    return DamagedDataError(f"{_FLAG} has {count or 'a damaged file: '}{path} {wrong}; list all with `dsv prepare "
+                            "--verify`, delete them, and run the same `dsv prepare` again")

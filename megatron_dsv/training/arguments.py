@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_dsv.config_fields import add_dataclass_arguments, flag_of
 from megatron_dsv.config_files import Expansion, add_opposites, expand, settings_of
+from megatron_dsv.data.latent_dataset import DamagedDataError
 from megatron_dsv.suggestions import did_you_mean
 from megatron_dsv.training import run_folders
 from megatron_dsv.training.dry_run import asked_for
@@ -303,7 +304,7 @@ def _quiet_ranks() -> Iterator[None]:
 def exit_with(error: Exception, *, status: int = 2) -> NoReturn:
     """Print on the one rank that speaks, then leave with this status on every rank; 2 is misuse."""
     per_host = isinstance(error, HostError)
-    alone = isinstance(error, LauncherError | NotSavedHereError)
+    alone = isinstance(error, DamagedDataError | LauncherError | NotSavedHereError)
     speaks = alone or os.environ.get("LOCAL_RANK" if per_host else "RANK", "0") == "0"
     if speaks:
         where = f" on {socket.gethostname()}" if per_host and int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""

@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     # Megatron's fault-tolerance set-up parses the command line a second time.
     sys.argv = [sys.argv[0], *args.expanded_argv]
+    from megatron_dsv.data.latent_dataset import DamagedDataError
     from megatron_dsv.platform.resume_schedule import ScheduleError
     from megatron_dsv.training import run_lock
     from megatron_dsv.training.checkpoint_guard import CheckpointError
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> None:
             _train(args)
     except (CheckpointError, RanksDifferError, ScheduleError, SampleOrderError, run_lock.FolderInUseError) as error:
         arguments.exit_with(error)
-    except NotSavedError as error:
+    except (DamagedDataError, NotSavedError) as error:
         arguments.exit_with(error, status=1)
     except NotFiniteError as error:
         from megatron.training.async_utils import maybe_finalize_async_save
