@@ -87,7 +87,7 @@ def test_facts_follow_the_host(data, tmp_path, monkeypatch):
 
 def _outcome(arguments, folder):
     if os.environ["RANK"] == "1":
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     path = Path(folder) / f"stderr{os.environ['RANK']}"
     with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
         try:
