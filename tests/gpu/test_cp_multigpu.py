@@ -1,13 +1,13 @@
 """Context-parallel attention over NCCL in bf16, every split of two GPUs, against fp64."""
 
 import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_dsv.testing.torchrun import torchrun
 
 WORKER = Path(__file__).with_name("cp_worker.py")
 ROOT = WORKER.parents[2]
@@ -15,11 +15,7 @@ ROOT = WORKER.parents[2]
 
 def launch(ranks: int, environment: dict[str, str]) -> str:
     """What the ranks printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
-               str(port), str(WORKER)]
+    command = [*torchrun(ranks), str(WORKER)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -3,15 +3,14 @@
 import functools
 import os
 import re
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.testing.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSS = re.compile(r"iteration\s+(\d+)/.*?\| loss: ([-+.\dEe]+)")
@@ -40,16 +39,9 @@ needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _launch(data: Path, flags: str, ranks: int, steps: int) -> str:
     """What a launch printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
-               str(_free_port()), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
+    command = [*torchrun(ranks), str(ROOT / "pretrain_video_dit.py"), *FLAGS, "--latent-data", str(data),
                "--train-iters", str(steps), *flags.split()]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=300, check=False)

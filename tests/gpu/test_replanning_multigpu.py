@@ -7,9 +7,7 @@ of them the sequence.
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 
 from megatron_dsv import presets
 from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.testing.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--config model/debug --latent-valid-samples 0 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 --lr "
@@ -28,11 +27,7 @@ FLAGS = ("--config model/debug --latent-valid-samples 0 --eval-iters 0 --micro-b
 
 def launch(ranks: int, argv: list[str], environment: dict[str, str]) -> str:
     """What the ranks printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
-               str(port), str(ROOT / "pretrain_video_dit.py"), *argv]
+    command = [*torchrun(ranks), str(ROOT / "pretrain_video_dit.py"), *argv]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
