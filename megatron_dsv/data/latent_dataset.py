@@ -118,7 +118,7 @@ class LatentDataset(Dataset[dict[str, Any]]):
         if self.null_text.shape[1] != self.text_dim:
             raise _damaged(null_text,
                            f"has width {self.null_text.shape[1]} where the data set's text has {self.text_dim}")
-        if file_sha256(null_text) != self._null_text_sha256:
+        if self._null_text_sha256 is not None and file_sha256(null_text) != self._null_text_sha256:
             raise _damaged(null_text, "differs from its checksum")
         parts = [self._records[start:start + _STAT_CHUNK] for start in range(0, len(self._records), _STAT_CHUNK)]
         # Threads, because a file system over a network takes its time for each file.

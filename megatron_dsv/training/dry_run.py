@@ -196,7 +196,7 @@ def bucket_report(result: Simulation, simulator: Simulator, *, blocks: bool) -> 
 
 def _check_gpus(args: argparse.Namespace) -> None:
     """What GPUs refuse of kernels: those of the named machines, else this host's; without either, none are known."""
-    if args.dry_run_cluster is not None:
+    if args.dry_run_cluster is not None or args.dsv_cp_cluster is not None:
         kernel_checks.check_gpu(args, None)
     elif torch.cuda.is_available():
         kernel_checks.check_gpu(args, torch.device("cuda", 0))

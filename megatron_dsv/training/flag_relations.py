@@ -13,7 +13,6 @@ _NOT_ON_A_SKIPPED_STEP = {
     # argument: what is due on its multiples
     "save_interval": "a checkpoint",
     "exit_interval": "the end of the launch",
-    "eval_interval": "an evaluation",
 }
 
 
@@ -116,12 +115,22 @@ def _check_schedule(args: argparse.Namespace) -> None:
                          f"--end-weight-decay that is not below it, got {start} and {end}")
 
 
+def lost_evaluations(args: argparse.Namespace) -> str | None:
+    """A warning of evaluations that are due on skipped steps, which Megatron leaves before it evaluates; or None."""
+    lost = [step for step in args.iterations_to_skip if args.eval_iters > 0 and args.eval_interval
+            and step >= (args.start_eval_at_iter or 0) and step % args.eval_interval == 0]
+    if not lost:
+        return None
+    return (f"warning: no evaluation after step {', '.join(map(str, lost))}: --iterations-to-skip leaves the step out, "
+            "and what is due on it")
+
+
 def _check_skipped_steps(args: argparse.Namespace) -> None:
-    """Megatron leaves a skipped step before it saves, evaluates or exits; a run's last save is left to the interval."""
-    happens = {"save_interval": args.save is not None, "exit_interval": True, "eval_interval": args.eval_iters > 0}
+    """Megatron leaves a skipped step before it saves or exits; a run's last save is left to the interval."""
+    happens = {"save_interval": args.save is not None, "exit_interval": True}
     for name, due in _NOT_ON_A_SKIPPED_STEP.items():
-        interval, first = getattr(args, name), args.start_eval_at_iter or 0 if name == "eval_interval" else 0
-        lost = [step for step in args.iterations_to_skip if interval and step >= first and step % interval == 0]
+        interval = getattr(args, name)
+        lost = [step for step in args.iterations_to_skip if interval and step % interval == 0]
         if lost and happens[name]:
             raise ValueError(f"--iterations-to-skip must name no multiple of {flag_of(name)} {interval}, as {due} due "
                              f"on a skipped step is left out, got {lost[0]}; set {flag_of(name)} to a number that "

@@ -75,6 +75,7 @@ def _train(args: Any) -> None:
     from megatron_dsv.training.cp_runtime import build_cp_runtime
     from megatron_dsv.training.datasets import DatasetProvider
     from megatron_dsv.training.dsv_controller import DSVController, DSVGroups
+    from megatron_dsv.training.flag_relations import lost_evaluations
     from megatron_dsv.training.forward_step import forward_step
     from megatron_dsv.training.observers import build_planning, build_trace
     from megatron_dsv.training.rank_agreement import check_agreement, facts_of
@@ -83,6 +84,8 @@ def _train(args: Any) -> None:
     try:
         run = TrainingRun(args, LatentDataset(args.latent_data, text_length=args.dit_text_length))
         run.check_data()
+        if args.rank == 0 and (warning := lost_evaluations(args)) is not None:
+            print(warning, file=sys.stderr, flush=True)
         resumed = check_before_build(args)
         others = model_identity.measured_otherwise(loaded_arguments(args), args)
     except CheckpointError as error:

@@ -17,8 +17,10 @@ import torch
 import megatron_dsv
 from megatron_dsv.config import DSVConfig
 from megatron_dsv.config_fields import from_args
+from megatron_dsv.context_parallel.plan_modes import HEADS, SEQUENCE
 from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.kernels.library import PACKAGES, installed
+from megatron_dsv.kernels.timings import DENSE
 from megatron_dsv.training.cp_runtime import topology_of
 from megatron_dsv.training.run_config import names_path
 from megatron_dsv.transformer.selector import device_name
@@ -58,17 +60,33 @@ def facts_of(args: argparse.Namespace, latents: LatentDataset) -> dict[str, Fact
     # A path may be spelt otherwise on another host.
     facts |= {f"--{key}": Fact(str(value), "give every rank the same flags and configuration files")
               for key, value in args.launch_settings.items() if not names_path(key)}
-    if args.context_parallel_size > 1:
-        facts["the number of ranks on their host"] = Fact(
-            str(topology_of(args).domain), "start as many ranks on every host, or take --context-parallel-size 1")
     dsv = from_args(DSVConfig, args)
-    if dsv.may_be_sparse and dsv.dsv_dense_above is None:
+    return facts | _layout_facts(args, dsv) | _dispatch_facts(dsv)
+
+
+def _layout_facts(args: argparse.Namespace, dsv: DSVConfig) -> dict[str, Fact]:
+    """What the groups and the plans of context parallelism follow from."""
+    if args.context_parallel_size == 1:
+        return {}
+    topo, alike = topology_of(args), "start as many ranks on every host"
+    if dsv.dsv_cp_plan in (SEQUENCE, HEADS):
+        return {"the context-parallel ranks of a host": Fact(
+            str(topo.cp_per_node), f"{alike}, or take --context-parallel-size 1")}
+    return {"the number of ranks on their host": Fact(str(topo.domain), f"{alike}, or take --dsv-cp-plan sequence")}
+
+
+def _dispatch_facts(dsv: DSVConfig) -> dict[str, Fact]:
+    """What decides that a layer is sparse, where measured times do: windows, and devices without any, ask for none."""
+    if not (dsv.has_predictor and dsv.may_be_sparse) or dsv.dsv_dense_above is not None:
+        return {}
+    device = device_name()
+    kind = device if device in DENSE else None
+    found = {"the kind of GPU": (kind or "one that was not measured", "take hosts of one kind")}
+    if kind is not None:
         packages = [package for backend, package in PACKAGES.items() if installed(backend)]
-        for name, value, cure in (
-                ("the attention packages", ", ".join(packages) or "none", "install the same ones on every host"),
-                ("the kind of GPU", device_name() or "none", "take hosts of one kind")):
-            facts[name] = Fact(value, f"{cure}, or let --dsv-dense-above alone say which layers are dense")
-    return facts
+        found["the attention packages"] = ", ".join(packages) or "none", "install the same ones on every host"
+    return {name: Fact(value, f"{cure}, or let --dsv-dense-above alone say which layers are dense")
+            for name, (value, cure) in found.items()}
 
 
 def check_agreement(mine: Mapping[str, Fact]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 _TORCH_WRITER = "inline_container.cc"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NotSavedError(RuntimeError):
@@ -67,5 +69,7 @@ def install(args: argparse.Namespace) -> None:
 
 def _line(what: str, folder: str, error: BaseException) -> str:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return (f"{what} could not be written to {folder} ({reason}); free space there (disk, quota) and launch again; "
-            "what was saved whole before stays")
+    full = not isinstance(error, OSError) or error.errno in (None, *_FULL)
+    cure = "free space there (disk, quota)" if full else "mend that"
+    return (f"{what} could not be written to {folder} ({reason}); {cure} and launch again; what was saved whole before "
+            "stays")

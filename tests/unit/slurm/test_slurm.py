@@ -58,6 +58,12 @@ def test_flags_and_sites_reach_the_command(tmp_path):
     assert command[-4:] == ["--config", "experiments/dsv-30b", "--lr", "2e-4"]
 
 
+def test_a_site_without_a_cluster_leaves_it_to_the_configuration(tmp_path):
+    site = tmp_path / "site.sh"
+    site.write_text("DSV_VENV=/opt/dsv DSV_DATA=/data/latents DSV_RUNS=/runs\n")
+    assert "--dsv-cp-cluster" not in dry_run("--config", "experiments/dsv-30b", DSV_ENV=str(site))
+
+
 def refused(*flags, **environment):
     done = subprocess.run([str(SLURM / "pretrain.sbatch"), *flags], capture_output=True, text=True,
                           env={"PATH": os.environ["PATH"], "HOME": "/home/user", **environment})

@@ -9,7 +9,7 @@ from megatron_dsv.config import MASS_RULES, DSVConfig
 from megatron_dsv.sparsity.selection_rules import RULES
 from megatron_dsv.training import arguments, validation
 from megatron_dsv.training.flag_limits import LIMITS, megatron_flag
-from megatron_dsv.training.flag_relations import layers_per_stage
+from megatron_dsv.training.flag_relations import layers_per_stage, lost_evaluations
 from megatron_dsv.training.host_checks import check_host
 
 
@@ -62,10 +62,14 @@ def test_layers_must_fill_the_pipeline_stages(refused, pp, first, last, words):
                             decoder_last_pipeline_num_layers=last)
 
 
-@pytest.mark.parametrize("changes", [{"eval_iters": 0}, {"start_eval_at_iter": 5}])
-def test_a_step_without_an_evaluation_may_be_skipped(parsed, changes):
-    given = vars(parsed) | {"iterations_to_skip": [2, 4], "eval_interval": 2} | changes
-    validation.validate(argparse.Namespace(**given), check_files=False)
+@pytest.mark.parametrize(("changes", "steps"), [
+    ({"eval_iters": 0}, None), ({"start_eval_at_iter": 5}, None), ({}, "2, 4"), ({"eval_interval": 4}, "4"),
+    ({"start_eval_at_iter": 4}, "4")])
+def test_evaluations_due_on_skipped_steps_are_named(parsed, changes, steps):
+    args = argparse.Namespace(**vars(parsed) | {"iterations_to_skip": [2, 3, 4], "eval_interval": 2} | changes)
+    validation.validate(args, check_files=False)
+    warning = lost_evaluations(args)
+    assert warning is None if steps is None else f"no evaluation after step {steps}: --iterations-to-skip" in warning
 
 
 @pytest.mark.parametrize(("layers", "pp", "first", "last", "stages"), [
@@ -104,9 +108,6 @@ def test_layers_of_each_stage(layers, pp, first, last, stages):
      "--iterations-to-skip must name no multiple of --save-interval 10"),
     ({"iterations_to_skip": [6], "exit_interval": 6},
      "--iterations-to-skip must name no multiple of --exit-interval 6, as the end of the launch due on a skipped step"),
-    ({"iterations_to_skip": [2, 4], "eval_interval": 4},
-     "--iterations-to-skip must name no multiple of --eval-interval 4, as an evaluation due on a skipped step is left "
-     "out, got 4; set --eval-interval to a number that does not divide 4"),
     ({"start_weight_decay": 0.1}, "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
     ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
      "--weight-decay-incr-style linear needs --start-weight-decay and a --end-weight-decay that is not below it"),

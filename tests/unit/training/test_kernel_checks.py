@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_dsv.training import kernel_checks, validation
+from megatron_dsv.training import dry_run, kernel_checks, validation
 from megatron_dsv.training.host_checks import check_host
 
 
@@ -85,6 +85,20 @@ def test_a_gpu_must_have_the_kernels_that_are_asked_for_by_name(parsed, monkeypa
     check()
     check(dsv_sparse_backend="cudnn", dsv_sparse_stage="predictor")
     check(dsv_sparse_backend="triton", dsv_dense_backend="sdpa")
+
+
+@pytest.mark.parametrize("named", ["dry_run_cluster", "dsv_cp_cluster"])
+def test_a_dry_run_for_named_machines_asks_nothing_of_this_hosts_gpu(parsed, monkeypatch, named):
+    def check(**changes):
+        dry_run._check_gpus(argparse.Namespace(**vars(parsed) | {"dry_run_cluster": None} | KIND
+                                               | {"dsv_dense_backend": "flash4"} | changes))
+
+    check()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernel_checks, "hopper_limit", lambda backend, device: f"needs a Hopper GPU, got {device}")
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
+        check()
+    check(**{named: "h800"})
 
 
 def test_split_sequences_are_dense_in_half_precision_on_a_gpu(parsed, monkeypatch):

@@ -60,29 +60,44 @@ def _names(data: Path, flags: str, ranks: int = 2) -> set[str]:
     return {name for name in facts if not name.startswith("--")}
 
 
-def test_only_what_a_run_depends_on_is_compared(data):
+def test_only_what_a_run_depends_on_is_compared(data, monkeypatch):
     always = {"their software", "the data set"}
+    # Of devices without measured times all decide alike, whatever their packages.
+    assert _names(data, "--dsv-sparse-stage auto") == always | {"the kind of GPU"}
+    monkeypatch.setattr(rank_agreement, "device_name", lambda: "NVIDIA H200")
     assert _names(data, "--dsv-sparse-stage dense") == always
     assert _names(data, "--dsv-sparse-stage auto") == always | {"the attention packages", "the kind of GPU"}
     # A threshold decides without them.
     assert _names(data, "--dsv-sparse-stage auto --dsv-dense-above 0.5") == always
+    assert _names(data, "--dsv-attention window-1/3") == always
     split = _names(data, "--dsv-sparse-stage dense --context-parallel-size 2")
     assert split == always | {"the number of ranks on their host"}
+    # Groups of fixed plans follow from the ranks of one group on a host, not from all that the host has.
+    found = []
+    for ranks in "24":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        args = dry_parse([*FLAGS, "--latent-data", str(data), "--context-parallel-size", "2", "--dsv-cp-plan", "heads"],
+                         2)
+        found.append(facts_of(args, LatentDataset(data, text_length=16))["the context-parallel ranks of a host"].value)
+    assert found == ["2", "2"]
 
 
 def test_facts_follow_the_host(data, tmp_path, monkeypatch):
     args = dry_parse([*FLAGS, "--latent-data", str(data), "--dsv-sparse-stage", "auto"], 2)
+    monkeypatch.setattr(rank_agreement, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(library, "_INSTALLED", {"flash4": True, "cudnn": True})
     here = facts_of(args, LatentDataset(data, text_length=16))
     monkeypatch.setattr(library, "_INSTALLED", {"flash4": False, "cudnn": True})
-    monkeypatch.setattr(rank_agreement, "device_name", lambda: "NVIDIA H800")
     other = write_latents(tmp_path / "other", [(3, 8, 12)] * 5)
     # Elsewhere the same data set may lie at another path.
     args = argparse.Namespace(**vars(args) | {"launch_settings": args.launch_settings | {"latent-data": "/elsewhere"}})
     there = facts_of(args, LatentDataset(other, text_length=16))
     differ = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
-    assert differ == {"the data set", "the attention packages", "the kind of GPU"}
+    assert differ == {"the data set", "the attention packages"}
     assert there["the attention packages"].value == "nvidia-cudnn-frontend"
     assert there["the data set"].value.startswith("5 samples with index ")
+    monkeypatch.setattr(rank_agreement, "device_name", lambda: "NVIDIA H800")
+    assert facts_of(args, LatentDataset(other, text_length=16))["the kind of GPU"].value == "one that was not measured"
 
 
 def _outcome(arguments, folder):
@@ -105,4 +120,4 @@ def test_a_launch_on_hosts_of_other_sizes_is_refused(data, tmp_path, monkeypatch
     lines = [line for _, text in outcomes for line in text.splitlines()]
     assert len(lines) == 1, lines
     assert "error: all ranks must have the number of ranks on their host in common, got 2 on rank 0 (" in lines[0]
-    assert lines[0].endswith("; start as many ranks on every host, or take --context-parallel-size 1")
+    assert lines[0].endswith("; start as many ranks on every host, or take --dsv-cp-plan sequence")

@@ -53,6 +53,13 @@ def test_a_save_that_fails_is_one_line(monkeypatch, error, kind):
         training.maybe_finalize_async_save(blocking=True)
 
 
+def test_space_is_asked_for_only_where_it_is_missing():
+    for number, cure in ((errno.EDQUOT, "free space there"), (errno.ENOMEM, "mend that"), (errno.EACCES, "mend that"),
+                         (errno.ESTALE, "mend that")):
+        with pytest.raises(NotSavedHereError, match=rf"\); {cure}.* and launch again"), told("it", "runs/x"):
+            raise OSError(number, "why")
+
+
 def test_a_file_of_torch_that_takes_no_more():
     with pytest.raises(NotSavedHereError, match=r"RuntimeError: .*inline_container"), told("it", "runs/x"):
         torch.save(torch.ones(100000), "/dev/full")
