@@ -19,10 +19,9 @@ import megatron_dsv
 from megatron_dsv.training.save_failures import told
 
 _PATHS = frozenset({"save", "load", "latent-data", "pretrained-checkpoint", "tensorboard-dir", "wandb-save-dir",
-                    "non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-dir", "memory-snapshot-path",
-                    "flight-recorder-dump-path", "config-logger-dir", "nccl-communicator-config-path",
-                    "ckpt-convert-save", "te-precision-config-file", "dump-param-to-param-group-map",
-                    "dsv-cp-calibration"})
+                    "memory-snapshot-path", "flight-recorder-dump-path", "config-logger-dir",
+                    "nccl-communicator-config-path", "ckpt-convert-save", "te-precision-config-file",
+                    "dump-param-to-param-group-map", "dsv-cp-calibration"})
 """Settings that name a file or a folder, relative to where the run was launched."""
 
 _PATHS_OR_NAMES = frozenset({"dsv-cp-cluster"})

@@ -1,6 +1,5 @@
 """What a run may start from, and what it refuses: one line, exit status 2, and the checkpoint as it was."""
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -8,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dsv.testing.latents import write_latents
 from megatron_dsv.testing.pretrain import run_pretrain
+from megatron_dsv.testing.programs import run_program
 from megatron_dsv.testing.ranks import run_ranks
-from megatron_dsv.training.main import main
 
 FLAGS = (
     "--config model/debug --latent-valid-samples 2 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 --lr 2e-3 "
@@ -57,17 +55,6 @@ def dense(argv, saved):
     return run_pretrain(argv(f"--load {saved['dense']}", 5))
 
 
-def _outcome(arguments: list[str], folder: str) -> tuple[Any, str]:
-    """Exit status and stderr of the program, on this rank."""
-    path = Path(folder) / f"stderr{os.environ['RANK']}"
-    with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
-        try:
-            main(arguments)
-        except SystemExit as stop:
-            return stop.code, path.read_text()
-    return None, path.read_text()
-
-
 def _digest(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -81,7 +68,7 @@ def refusal(argv, tmp_path) -> Callable[..., str]:
         before = _digest(folder)
         # Saving to the same folder, as a resumed run does: its configuration must survive the refusal too.
         arguments = argv(f"--load {folder} --save {folder} --save-interval 1 {flags}", 4)
-        outcomes = run_ranks(_outcome, ranks, arguments, str(tmp_path))
+        outcomes = run_ranks(run_program, ranks, arguments, str(tmp_path))
         assert [code for code, _ in outcomes] == [2] * ranks
         lines = [line for _, text in outcomes for line in text.splitlines()]
         assert len(lines) == 1, lines

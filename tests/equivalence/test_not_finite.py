@@ -1,8 +1,6 @@
 """A step that is not finite ends the run on all ranks with one line, and leaves the last checkpoint as it was."""
 
-import contextlib
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dsv.testing.programs import run_program
 from megatron_dsv.testing.ranks import run_ranks
 from megatron_dsv.training.finite_steps import FiniteSteps, NotFiniteError, _check_weights
-from megatron_dsv.training.main import main
 
 SMALL = ("--config model/debug --latent-valid-samples 4 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 "
          "--lr 2e-3 --lr-decay-style constant --log-interval 1 --num-workers 0 --num-layers 2 --hidden-size 48 "
@@ -39,13 +37,7 @@ def _poison(rank: int, where: str, step: int) -> None:
 def _outcome(argv: list[str], folder: Path, poison: tuple[int, str, int]) -> tuple[Any, str, list[str]]:
     """Exit status, stderr and the names in the folder that the run saves to, of this rank."""
     _poison(*poison)
-    path = folder / f"stderr{os.environ['RANK']}"
-    with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
-        try:
-            main(argv)
-        except SystemExit as stop:
-            return stop.code, path.read_text(), sorted(os.listdir(folder / "run"))
-    return None, path.read_text(), sorted(os.listdir(folder / "run"))
+    return *run_program(argv, folder), sorted(os.listdir(folder / "run"))
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What Megatron's data set provider hands out, and how a run ends that meets a damaged sample."""
 
-import contextlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +7,10 @@ import pytest
 
 from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.testing.programs import run_program
 from megatron_dsv.testing.ranks import run_ranks
 from megatron_dsv.training.arguments import dry_parse
 from megatron_dsv.training.datasets import DatasetProvider, SampleOrderError
-from megatron_dsv.training.main import main
 
 
 def provided(data: Path, *flags: str, consumed: int = 0, trained: int = 0) -> tuple[Any, Any]:
@@ -45,15 +43,6 @@ def test_a_batch_size_that_tears_a_group_is_refused_unless_nothing_is_trained(tm
     provided(data, "--global-batch-size", "4", "--skip-train", trained=6)
 
 
-def _outcome(arguments: list[str], path: Path) -> tuple[Any, str]:
-    with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
-        try:
-            main(arguments)
-        except SystemExit as stop:
-            return stop.code, path.read_text()
-    return None, path.read_text()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_damaged_in_place_ends_the_run_in_one_line(tmp_path, workers):
     data = write_latents(tmp_path / "data", [(3, 8, 12)])
@@ -62,7 +51,7 @@ def test_a_sample_damaged_in_place_ends_the_run_in_one_line(tmp_path, workers):
     flags = ("--config model/debug --latent-valid-samples 0 --eval-iters 0 --micro-batch-size 1 --train-iters 2 "
              f"--lr 1e-4 --lr-decay-style constant --num-layers 2 --hidden-size 48 --ffn-hidden-size 96 "
              f"--num-workers {workers}")
-    (code, text), = run_ranks(_outcome, 1, [*flags.split(), "--latent-data", str(data)], tmp_path / "stderr")
+    (code, text), = run_ranks(run_program, 1, [*flags.split(), "--latent-data", str(data)], tmp_path)
     lines = [line for line in text.splitlines() if "error" in line.lower() or "Traceback" in line]
     assert (code, len(lines)) == (1, 1), text
     assert f": error: --latent-data has a damaged file: {sample} Error while deserializing" in lines[0]

@@ -1,9 +1,7 @@
 """Ranks that found other facts are told so before anything is built, all of them, in one line."""
 
 import argparse
-import contextlib
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,10 @@ import pytest
 from megatron_dsv.data.latent_dataset import LatentDataset
 from megatron_dsv.kernels import library
 from megatron_dsv.testing.latents import write_latents
+from megatron_dsv.testing.programs import run_program
 from megatron_dsv.testing.ranks import run_ranks
 from megatron_dsv.training import rank_agreement
 from megatron_dsv.training.arguments import dry_parse
-from megatron_dsv.training.main import main
 from megatron_dsv.training.rank_agreement import Fact, RanksDifferError, check_agreement, facts_of
 
 FLAGS = ("--config model/debug --latent-valid-samples 1 --micro-batch-size 1 --train-iters 1 --lr 1e-4 "
@@ -103,13 +101,7 @@ def test_facts_follow_the_host(data, tmp_path, monkeypatch):
 def _outcome(arguments, folder):
     if os.environ["RANK"] == "1":
         os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    path = Path(folder) / f"stderr{os.environ['RANK']}"
-    with path.open("w") as sink, contextlib.redirect_stderr(sink), warnings.catch_warnings(action="ignore"):
-        try:
-            main(arguments)
-        except SystemExit as stop:
-            return stop.code, path.read_text()
-    return None, path.read_text()
+    return run_program(arguments, folder)
 
 
 def test_a_launch_on_hosts_of_other_sizes_is_refused(data, tmp_path, monkeypatch):
